@@ -1,0 +1,226 @@
+"""The command line. Results go to standard output, progress and errors to standard error.
+
+Exit codes: see `rayhs.errors`. What a verb needs is imported when it runs, so that help is quick and
+reading needs neither Ray, vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from rayhs import __version__, log
+from rayhs.config import StorageConfig
+from rayhs.errors import EXIT_INTERRUPTED, RayhsError
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)]
+Override = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key: --set engine.dtype=float32.")
+]
+Uri = Annotated[str, typer.Argument(metavar="URI", help="A folder or s3://bucket/prefix.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+Endpoint = Annotated[str | None, typer.Option(help="S3 endpoint URL, for servers other than AWS.")]
+Region = Annotated[str | None, typer.Option(help="S3 region.")]
+Profile = Annotated[str | None, typer.Option(help="Profile in the AWS configuration files.")]
+
+
+class _Group(TyperGroup):
+    """Turns errors meant for people into one line and an exit code; lets all others show."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RayhsError as error:
+            if os.environ.get("RAYHS_LOG", "").upper() == "DEBUG":
+                raise
+            typer.echo(f"rayhs: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            typer.echo("rayhs: interrupted; run the same command again to go on", err=True)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+
+def main() -> None:
+    """Entry point of the ``rayhs`` command."""
+    app(prog_name="rayhs")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rayhs {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Prompts in, verified hidden states in an object store out.
+
+    Exit codes: 0 done; 1 failed; 2 usage or config; 3 finished, some samples failed; 4 verify found
+    damage; 130 interrupted.
+    """
+    log.configure()
+
+
+@app.command()
+def extract(run: RunFile, override: Override = None, json: Json = False) -> None:
+    """Plan if needed, extract what is not there yet, write index and summary."""
+    from rayhs.cli_output import print_json, print_run, results_apart
+    from rayhs.config import load_config
+
+    config = load_config(run, override or ())
+    with results_apart() as out:
+        from rayhs.cli_progress import RunProgress
+        from rayhs.pipeline import run_extract
+
+        with RunProgress() as progress:
+            result = run_extract(config, progress)
+        if json:
+            print_json({"uri": result.uri, "exit_code": result.exit_code, **result.summary.model_dump()}, out)
+        else:
+            print_run(result, out)
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def plan(run: RunFile, override: Override = None, json: Json = False) -> None:
+    """Tokenise, and say exactly what extracting will take; needs no GPU."""
+    from dataclasses import asdict
+
+    from rayhs.cli_output import print_json, print_plan, results_apart
+    from rayhs.config import load_config
+
+    config = load_config(run, override or ())
+    with results_apart() as out:
+        from rayhs.cli_progress import RunProgress
+        from rayhs.pipeline import run_plan
+
+        with RunProgress() as progress:
+            result = run_plan(config, progress)
+        if json:
+            print_json(asdict(result), out)
+        else:
+            print_plan(result, out)
+
+
+@app.command()
+def demo(
+    output: Annotated[str, typer.Option(metavar="URI", help="Where the dataset goes.")] = "demo-output",
+    documents: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 48,
+) -> None:
+    """Extract a small model's states on this machine, verify them and show one sample."""
+    from rayhs import report
+    from rayhs.cli_output import print_run, print_show, print_verify, results_apart
+    from rayhs.cli_progress import RunProgress, VerifyProgress
+    from rayhs.store import open_store
+
+    with results_apart() as out:
+        from rayhs.demo import run_demo
+
+        with RunProgress() as progress:
+            result = run_demo(output, documents, progress)
+        print_run(result, out)
+        store = open_store(result.uri)
+        model = report.show(store)["identity"]["model"]
+        from rayhs.verify import verify as run_verify
+
+        with VerifyProgress() as shown:
+            checked = run_verify(store, reference=model, on_progress=shown)
+        print_verify(checked, out)
+        print_show(report.show(store), out)
+    raise typer.Exit(result.exit_code or checked.exit_code)
+
+
+@app.command()
+def status(
+    uri: Uri, json: Json = False, endpoint: Endpoint = None, region: Region = None, profile: Profile = None
+) -> None:
+    """How far a dataset is, finished or not."""
+    from rayhs import report
+    from rayhs.cli_output import print_json, print_status
+
+    result = report.status(_open(uri, endpoint, region, profile))
+    if json:
+        print_json(result.to_dict())
+    else:
+        print_status(result)
+
+
+@app.command()
+def failures(
+    uri: Uri, json: Json = False, endpoint: Endpoint = None, region: Region = None, profile: Profile = None
+) -> None:
+    """The samples without states, with their reasons."""
+    from rayhs import report
+    from rayhs.cli_output import print_failures, print_json
+
+    rows = report.failures(_open(uri, endpoint, region, profile))
+    if json:
+        print_json({"uri": uri, "failures": list(rows)})
+    else:
+        print_failures(rows)
+
+
+@app.command()
+def verify(
+    uri: Uri,
+    reference: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Recompute samples with this transformers model and compare.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many samples to compare with the reference.")] = 8,
+    json: Json = False,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+) -> None:
+    """Read every object and check it; exits with 4 where something is damaged or missing."""
+    from rayhs.cli_output import print_json, print_verify
+    from rayhs.cli_progress import VerifyProgress
+    from rayhs.verify import verify as run_verify
+
+    store = _open(uri, endpoint, region, profile)
+    with VerifyProgress() as progress:
+        report = run_verify(store, reference=reference, samples=samples, on_progress=progress)
+    if json:
+        print_json(report.to_dict())
+    else:
+        print_verify(report)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def show(
+    uri: Uri,
+    sample: Annotated[str | None, typer.Argument(help="A sample id or position; default the first good one.")] = None,
+    json: Json = False,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+) -> None:
+    """The identity of a dataset and one sample of it."""
+    from rayhs import report
+    from rayhs.cli_output import print_json, print_show
+
+    result = report.show(_open(uri, endpoint, region, profile), sample)
+    if json:
+        print_json(result)
+    else:
+        print_show(result)
+
+
+def _open(uri: str, endpoint: str | None, region: str | None, profile: str | None) -> Any:
+    from rayhs.store import open_store
+
+    return open_store(uri, StorageConfig(endpoint=endpoint, region=region, profile=profile))

@@ -1,0 +1,197 @@
+"""How results look: small rich tables, or one JSON document."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rayhs.pipeline import PlanResult, RunResult
+    from rayhs.report import StatusReport
+    from rayhs.verify import VerifyReport
+
+
+@contextmanager
+def results_apart() -> Iterator[TextIO]:
+    """Standard output for results alone: all else this process or its children print goes to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    out = io.TextIOWrapper(os.fdopen(kept, "wb"), encoding="utf-8", errors="replace")
+    try:
+        yield out
+    finally:
+        sys.stdout.flush()
+        out.flush()
+        os.dup2(kept, 1)
+        out.close()
+
+
+def print_json(document: Mapping[str, Any], out: TextIO | None = None) -> None:
+    """One JSON document; NaN and infinities, which JSON lacks, become null."""
+    text = json.dumps(_plain(document), ensure_ascii=False, indent=2, allow_nan=False)
+    (out or sys.stdout).write(text + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def nbytes(count: float) -> str:
+    """Bytes for people: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def print_run(result: RunResult, out: TextIO) -> None:
+    summary = result.summary
+    rows = {
+        "samples": f"{summary.ok:,} of {summary.samples:,}",
+        "tokens": f"{summary.tokens:,}",
+        "tokens/s": f"{summary.tokens_per_second:,.0f}",
+        "stored": f"{nbytes(summary.bytes)} in {summary.shards:,} shards",
+        "failed": f"{summary.failed:,}",
+        "rejected": f"{summary.rejected:,}",
+        **_reasons(summary.reasons),
+        "time": f"{summary.seconds:,.1f} s",
+        "output": result.uri,
+        "next": f"rayhs show {shlex.quote(result.uri)}",
+    }
+    if summary.failed or summary.rejected:
+        rows["list them"] = f"rayhs failures {shlex.quote(result.uri)}"
+    _print_pairs(rows, out)
+
+
+def print_plan(result: PlanResult, out: TextIO) -> None:
+    rows = {
+        "samples": f"{result.samples:,}",
+        "rejected": f"{result.rejected:,}",
+        **_reasons(result.reasons),
+        "tokens": f"{result.tokens:,}",
+        "layers": ", ".join(map(str, result.layers)),
+        "states": f"{nbytes(result.state_bytes)} of {result.dtype}, hidden size {result.hidden_size}",
+        "shards": f"{result.shards:,}",
+        "output": result.uri,
+    }
+    _print_pairs(rows, out)
+
+
+def print_status(result: StatusReport) -> None:
+    state = f"complete since {result.finished}" if result.complete else "unfinished; run rayhs extract to go on"
+    rows = {
+        "dataset": result.uri,
+        "state": state,
+        "model": result.model,
+        "layers": f"{', '.join(map(str, result.layers))} of hidden size {result.hidden_size}",
+        "stored as": f"{result.dtype}, {result.shard_format}",
+        "shards": f"{result.committed_shards:,} of {result.shards:,} committed, {nbytes(result.bytes)}",
+        "samples": f"{result.ok:,} of {result.samples:,}; {result.remaining:,} to go",
+        "tokens": f"{result.tokens:,} of {result.planned_tokens:,}",
+        "failed": f"{result.failed:,}",
+        "rejected": f"{result.rejected:,}",
+        **_reasons(result.reasons),
+    }
+    _print_pairs(rows)
+
+
+def print_failures(rows: Iterable[Mapping[str, Any]]) -> None:
+    """A line a sample, tab-separated and streamed: there may be many."""
+    first = True
+    for row in rows:
+        if first:
+            sys.stdout.write("sample_id\tindex\tstatus\treason\n")
+            first = False
+        reason = " ".join(str(row["reason"] or "").split())
+        sys.stdout.write(f"{row['sample_id']}\t{row['index']}\t{row['status']}\t{reason}\n")
+    if first:
+        sys.stdout.write("no failures\n")
+
+
+def print_verify(report: VerifyReport, out: TextIO | None = None) -> None:
+    file = out or sys.stdout
+    for finding in report.findings:
+        file.write(f"{finding}\n")
+    if report.more_findings:
+        file.write(f"and {report.more_findings:,} more problems\n")
+    rows = {
+        "verified": report.uri,
+        "result": "sound" if report.ok else f"{len(report.findings) + report.more_findings:,} problems",
+        "samples": f"{report.ok_samples:,} good of {report.samples:,}",
+        "tokens": f"{report.tokens:,}",
+        "read": f"{nbytes(report.bytes)} in {report.shards:,} shards, {report.seconds:.1f} s",
+    }
+    if report.orphans:
+        rows["orphans"] = f"{report.orphans:,} objects, {nbytes(report.orphan_bytes)}; rayhs gc removes them"
+    if report.reference is not None:
+        rows["reference"] = f"{report.reference.model}, {len(report.reference.samples)} samples"
+        for layer, error in report.reference.errors.items():
+            mark = "over" if layer in report.reference.over_limit else "within"
+            rows[f"  layer {layer}"] = f"relative error {error:.2e}, {mark} the limit {report.reference.limit:.0e}"
+    _print_pairs(rows, file)
+
+
+def print_show(result: Mapping[str, Any], out: TextIO | None = None) -> None:
+    file = out or sys.stdout
+    identity, sample = result["identity"], result["sample"]
+    shown = {key: _short(value) for key, value in identity.items()}
+    _print_pairs(shown, file)
+    file.write("\n")
+    if sample is None:
+        file.write("no good sample\n")
+        return
+    rows = {
+        "sample": f"{sample['sample_id']} (index {sample['index']})",
+        "tokens": f"{sample['tokens']}, loss on {sample['loss_tokens']}",
+        "first ids": _short(sample["first_token_ids"]),
+        **{key: _short(value) for key, value in sample["columns"].items()},
+    }
+    for layer, found in sample["layers"].items():
+        shape = " x ".join(map(str, found["shape"]))
+        rows[f"layer {layer}"] = f"{shape}, norm {found['norm_mean']:.4g} on average, {found['norm_max']:.4g} at most"
+    _print_pairs(rows, file)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        text = ", ".join(f"{k} {v}" for k, v in value.items())
+    elif isinstance(value, list):
+        text = ", ".join(map(str, value))
+    else:
+        text = str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _reasons(reasons: Mapping[str, int]) -> dict[str, str]:
+    ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    return {f"  {_short(reason) or 'no reason'}": f"{count:,}" for reason, count in ordered[:10]}
+
+
+def _print_pairs(rows: Mapping[str, str], out: TextIO | None = None) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", overflow="fold")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        # Text, not str: names and reasons come from data and may hold what looks like markup.
+        table.add_row(Text(name), Text(value))
+    file = out or sys.stdout
+    # Without a terminal there is no width to fit: one long line each stays easy to grep.
+    Console(file=file, width=None if file.isatty() else 400, soft_wrap=False, highlight=False).print(table)

@@ -1,0 +1,182 @@
+"""The bytes of a safetensors shard: header built and parsed here, tensors as numpy arrays.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header,
+data). Ours because a shard is streamed from many staged samples without ever being whole in
+memory, and because `safetensors.numpy` has no bfloat16 (ml_dtypes carries it here).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from rayhs.errors import FormatError
+
+Array = npt.NDArray[Any]
+
+MAX_HEADER_BYTES = 100_000_000  # the safetensors package's own limit
+STATE_DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+_CODES: dict[str, np.dtype[Any]] = {
+    "F32": STATE_DTYPES["float32"],
+    "F16": STATE_DTYPES["float16"],
+    "BF16": STATE_DTYPES["bfloat16"],
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+_CODE_OF = {dtype: code for code, dtype in _CODES.items()}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype and shape of one tensor, in file order."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredTensor(TensorSpec):
+    """A tensor of a parsed header; ``start`` is its first byte in the object."""
+
+    start: int
+
+
+def state_name(layer: int) -> str:
+    return f"hidden_states.{layer}"
+
+
+def shard_specs(layers: Sequence[int], hidden: int, dtype: str, token_counts: Sequence[int]) -> list[TensorSpec]:
+    """The tensors of a shard whose samples have ``token_counts`` tokens, in file order.
+
+    ``hidden_states.<k>`` `[tokens, hidden]` for each layer, ``token_ids`` int32 `[tokens]`,
+    ``loss_mask`` uint8 `[tokens]`, ``offsets`` int64 `[samples + 1]`, ``sample_index`` int64 `[samples]`.
+    """
+    tokens, samples = sum(token_counts), len(token_counts)
+    states = [TensorSpec(state_name(k), STATE_DTYPES[dtype], (tokens, hidden)) for k in layers]
+    # int64 before int32 before uint8 keeps every tensor aligned to its item size.
+    return [
+        *states,
+        TensorSpec("offsets", np.dtype(np.int64), (samples + 1,)),
+        TensorSpec("sample_index", np.dtype(np.int64), (samples,)),
+        TensorSpec("token_ids", np.dtype(np.int32), (tokens,)),
+        TensorSpec("loss_mask", np.dtype(np.uint8), (tokens,)),
+    ]
+
+
+def build_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Length prefix and JSON header, padded with spaces so that data starts at a multiple of 8."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.nbytes
+        entries[spec.name] = {"dtype": _CODE_OF[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    body = json.dumps(entries, separators=(",", ":")).encode()
+    body += b" " * (-len(body) % 8)
+    return struct.pack("<Q", len(body)) + body
+
+
+def header_length(prefix: bytes, object_bytes: int) -> int:
+    """Length of the JSON header, from the first 8 bytes of an object of ``object_bytes`` bytes.
+
+    Raises:
+        FormatError: too short, or a header that can't fit the object (nothing large is allocated).
+    """
+    if len(prefix) < 8:
+        raise FormatError("not a safetensors file: shorter than its length prefix")
+    (length,) = struct.unpack("<Q", prefix[:8])
+    if length > min(MAX_HEADER_BYTES, object_bytes - 8):
+        raise FormatError(f"not a safetensors file: a header of {length} bytes in an object of {object_bytes}")
+    return int(length)
+
+
+def parse_header(header: bytes, object_bytes: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Parse the JSON header (without its length prefix) of an object of ``object_bytes`` bytes.
+
+    Returns:
+        The tensors by name, and the string metadata.
+
+    Raises:
+        FormatError: not JSON, unknown dtype, wrong sizes, tensors that overlap, leave gaps or end
+            elsewhere than the object.
+    """
+    try:
+        entries = json.loads(header)
+    except (ValueError, RecursionError):
+        raise FormatError("safetensors header is not JSON") from None
+    if not isinstance(entries, dict):
+        raise FormatError("safetensors header is not a JSON object")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FormatError("safetensors metadata is not a mapping of strings")
+    base = 8 + len(header)
+    tensors = {name: _parse_tensor(name, entry, base) for name, entry in entries.items()}
+    position = base
+    for tensor in sorted(tensors.values(), key=lambda t: (t.start, t.nbytes)):
+        if tensor.start != position:
+            raise FormatError(f"safetensors tensor {tensor.name!r} overlaps another or leaves a gap")
+        position += tensor.nbytes
+    if position != object_bytes:
+        raise FormatError(f"safetensors tensors end at byte {position}, the object has {object_bytes}")
+    return tensors, metadata
+
+
+def _parse_tensor(name: str, entry: object, base: int) -> StoredTensor:
+    if not isinstance(entry, dict):
+        raise FormatError(f"safetensors tensor {name!r} is not described by an object")
+    dtype = _CODES.get(entry.get("dtype", "")) if isinstance(entry.get("dtype"), str) else None
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if dtype is None:
+        raise FormatError(f"safetensors tensor {name!r} has the unknown dtype {entry.get('dtype')!r}")
+    if not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
+        raise FormatError(f"safetensors tensor {name!r} has a malformed shape or malformed offsets")
+    tensor = StoredTensor(name, dtype, tuple(shape), base + offsets[0])
+    if offsets[1] - offsets[0] != tensor.nbytes:
+        raise FormatError(f"safetensors tensor {name!r}: shape {shape} and its {offsets[1] - offsets[0]} bytes disagree")
+    return tensor
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value)
+
+
+def decode(tensor: TensorSpec, data: bytes | memoryview, rows: int | None = None) -> Array:
+    """View ``data`` as ``rows`` rows (default: all) of ``tensor``; no copy.
+
+    Raises:
+        FormatError: ``data`` has another length than the rows need.
+    """
+    shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
+    if len(data) != math.prod(shape) * tensor.dtype.itemsize:
+        raise FormatError(f"{tensor.name}: {len(data)} bytes read for shape {list(shape)} of {tensor.dtype}")
+    return np.frombuffer(data, dtype=tensor.dtype).reshape(shape)
+
+
+def staged_specs(layers: Sequence[int], hidden: int, dtype: str, tokens: int) -> list[TensorSpec]:
+    """The tensors of one staged sample: a state `[tokens, hidden]` a layer, ``token_ids`` int32 `[tokens]`."""
+    states = [TensorSpec(state_name(k), STATE_DTYPES[dtype], (tokens, hidden)) for k in layers]
+    return [*states, TensorSpec("token_ids", np.dtype(np.int32), (tokens,))]
+
+
+def staged_bytes_at_most(layers: Sequence[int], hidden: int, dtype: str, tokens: int) -> int:
+    """An upper bound of a staged file's size in bytes, header included."""
+    header = 512 + 160 * (len(layers) + 1)
+    return header + sum(spec.nbytes for spec in staged_specs(layers, hidden, dtype, tokens))

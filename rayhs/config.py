@@ -1,0 +1,203 @@
+"""The run file: one pydantic model a section, sizes as ``512MiB``, unknown keys refused by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+from rayhs.errors import ConfigError
+from rayhs.layout import ShardFormat
+
+StorageDtype = Literal["model", "float16", "bfloat16", "float32"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PromptsConfig(Section):
+    """Where the prompts are and which of their columns mean what."""
+
+    path: str | list[str] | None = None
+    rows: list[Any] | None = Field(default=None, repr=False)
+    format: Literal["jsonl", "parquet", "huggingface"] | None = None
+    text: str | None = None
+    messages: str | None = None
+    token_ids: str | None = None
+    loss_mask: str | None = None
+    id: str | None = None
+    add_generation_prompt: bool = False
+    add_special_tokens: bool = True
+    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    too_long: Literal["reject", "truncate"] = "reject"
+    max_rejected: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PromptsConfig:
+        if (self.path is None) == (self.rows is None):
+            raise ValueError("give exactly one of path and rows")
+        kinds = [k for k in ("text", "messages", "token_ids") if getattr(self, k) is not None]
+        if len(kinds) > 1:
+            raise ValueError(f"name one of text, messages and token_ids, not {' and '.join(kinds)}")
+        if self.loss_mask is not None and self.token_ids is None:
+            raise ValueError("loss_mask needs token_ids (messages make their own loss mask)")
+        return self
+
+    @property
+    def kind(self) -> Literal["text", "messages", "token_ids"]:
+        """What a prompt column holds; ``text`` when nothing is named."""
+        return "messages" if self.messages else "token_ids" if self.token_ids else "text"
+
+    @property
+    def column(self) -> str:
+        return self.messages or self.token_ids or self.text or "text"
+
+
+class EngineConfig(Section):
+    """vLLM's engine; ``vllm`` is passed through to its engine arguments."""
+
+    tensor_parallel_size: Annotated[int, Field(gt=0)] = 1
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    max_model_len: Annotated[int, Field(gt=1)] | None = None
+    include_generated: Annotated[int, Field(ge=0)] = 0
+    trust_remote_code: bool = False
+    distributed_executor: Literal["auto", "mp", "ray"] = "auto"
+    vllm: dict[str, Any] = {}
+
+
+class ClusterConfig(Section):
+    """The Ray cluster: ``auto`` joins a running one or starts one here, ``local`` always starts one."""
+
+    address: str = "auto"
+    replicas: Annotated[int, Field(gt=0)] | tuple[Annotated[int, Field(gt=0)], Annotated[int, Field(gt=0)]] = 1
+    cpus_per_replica: Annotated[int, Field(gt=0)] | None = None
+    plan_workers: Annotated[int, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ClusterConfig:
+        low, high = self.replica_range
+        if low > high:
+            raise ValueError(f"replicas: [{low}, {high}] has its minimum over its maximum")
+        return self
+
+    @property
+    def replica_range(self) -> tuple[int, int]:
+        return (self.replicas, self.replicas) if isinstance(self.replicas, int) else self.replicas
+
+
+class ShardsConfig(Section):
+    """How states are stored: a shard is cut when its states would pass ``target_bytes``."""
+
+    format: ShardFormat = "safetensors"
+    target_bytes: Annotated[ByteSize, Field(gt=0)] = ByteSize(512 * 2**20)
+    dtype: StorageDtype = "model"
+    rows_per_file: Annotated[int, Field(gt=0)] = 8192
+    attempts: Annotated[int, Field(gt=0)] = 3
+
+
+class StagingConfig(Section):
+    """Host memory between the engine and the uploader, for each replica."""
+
+    path: str = "/dev/shm"
+    max_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
+
+
+class StorageConfig(Section):
+    """S3 settings that are not in the usual AWS variables and files; never holds a secret."""
+
+    endpoint: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    path_style: bool | None = None
+
+
+def _prompts_shorthand(value: object) -> object:
+    return {"path": value} if isinstance(value, (str, Path)) else {"rows": value} if isinstance(value, list) else value
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    model: str
+    revision: str | None = None
+    tokenizer: str | None = None
+    prompts: Annotated[PromptsConfig, BeforeValidator(_prompts_shorthand)]
+    layers: str | int | list[str | int] = "eagle3"
+    output: str
+    engine: EngineConfig = EngineConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    shards: ShardsConfig = ShardsConfig()
+    staging: StagingConfig = StagingConfig()
+    storage: StorageConfig = StorageConfig()
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file and apply ``a.b=c`` overrides (values are YAML).
+
+    Raises:
+        ConfigError: unreadable, not YAML, an unknown key (the nearest known key is named), a wrong value.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; give the path of a run file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a run file is a mapping with model, prompts and output")
+    for override in overrides:
+        _apply_override(data, override)
+    return parse_config(data, str(path))
+
+
+def parse_config(data: Mapping[str, Any], source: str = "config") -> RunConfig:
+    """Validate a mapping; ``source`` names it in messages. Raises ConfigError."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {'; '.join(_explain(error))}") from None
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {override}: write it as key.key=value")
+    node: Any = data
+    *parents, leaf = key.split(".")
+    for part in parents:
+        if not isinstance(node.get(part), dict):
+            node[part] = _prompts_shorthand(node[part]) if part == "prompts" and node.get(part) is not None else {}
+        node = node[part]
+    try:
+        node[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: the value is not YAML") from None
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for item in error.errors():
+        location = [str(part) for part in item["loc"] if isinstance(part, str) and part[:1].islower()]
+        where = ".".join(location)
+        if item["type"] == "extra_forbidden":
+            known = _keys_beside(location)
+            near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            yield f"unknown key {where!r}; {hint}"
+        elif item["type"] == "missing":
+            yield f"{where}: missing"
+        else:
+            yield f"{where}: {item['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+
+
+def _keys_beside(location: Sequence[str]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for part in location[:-1]:
+        annotation = model.model_fields[part].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+    return list(model.model_fields)

@@ -1,0 +1,231 @@
+"""Read a dataset back from a folder or a bucket; needs neither Ray, vLLM nor (for numpy) torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rayhs.catalog import PlanReader, committed_shards, partial_index, read_dataset_record, read_index, read_summary
+from rayhs.config import StorageConfig
+from rayhs.errors import ConfigError, IncompleteDataset, SampleError
+from rayhs.layout import DatasetRecord, Summary
+from rayhs.sample import LayerStates, Sample
+from rayhs.shard_reader import ShardReader
+from rayhs.store import Store, open_store
+
+__all__ = ["Dataset", "Sample", "open_dataset"]
+
+
+def open_dataset(
+    uri: str,
+    *,
+    layers: Sequence[int] | None = None,
+    storage: StorageConfig | None = None,
+    partial: bool = False,
+) -> Dataset:
+    """Open the dataset at ``uri``: a local path, ``file://`` or ``s3://``.
+
+    Args:
+        layers: read these layers only (each is a byte range of its own); default all stored ones.
+        storage: S3 endpoint, region and profile that are not in the usual AWS variables and files.
+        partial: open an unfinished dataset too and show what is committed so far.
+
+    Raises:
+        IncompleteDataset: its run has not finished and ``partial`` is not set.
+        ConfigError: a layer that is not stored, or an address of an unknown kind.
+        ObjectNotFound, StoreError, FormatError: no dataset, no access, or a damaged one.
+    """
+    store = open_store(uri, storage or StorageConfig())
+    record, summary = read_dataset_record(store), read_summary(store)
+    if summary is None and not partial:
+        done, planned = len(committed_shards(store)), len(record.plan.shard_ids())
+        raise IncompleteDataset(
+            f"{store.uri}: not finished, {done} of {planned} shards are committed; "
+            "run rayhs extract again to finish it, or open it with partial=True"
+        )
+    return Dataset(store, record, summary, layers)
+
+
+class Dataset:
+    """Samples of one dataset, by position, by id or one after the other.
+
+    A position is a row of `index`: every planned sample in input order, so in a complete dataset
+    position and ``Sample.index`` are the same number. Rows that failed or were rejected keep their
+    position but have no states: reading one raises SampleError, iterating passes over them.
+
+    Reading a sample is one range read of the layers asked for, after a cached header a shard.
+    Any number of threads may read at once; a pickled dataset opens again where it is unpickled.
+    """
+
+    def __init__(
+        self, store: Store, record: DatasetRecord, summary: Summary | None, layers: Sequence[int] | None = None
+    ) -> None:
+        self._store = store
+        self.info = record
+        self.summary = summary
+        self.layers = _chosen_layers(record, layers)
+        self._shards = ShardReader(store, record, self.layers)
+        self._plan = PlanReader(store, record.plan)
+
+    @property
+    def uri(self) -> str:
+        return self._store.uri
+
+    @property
+    def model(self) -> str:
+        return self.info.model
+
+    @property
+    def hidden_size(self) -> int:
+        return self.info.hidden_size
+
+    @property
+    def dtype(self) -> str:
+        """Name of the stored dtype: float32, float16 or bfloat16."""
+        return self.info.dtype
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run that made the dataset has finished."""
+        return self.summary is not None
+
+    @cached_property
+    def index(self) -> pa.Table:
+        """One row a sample, in input order: index, sample_id, shard, token_start, num_tokens, status, reason.
+
+        ``status`` is ok, failed or rejected; ``shard`` names the object with the states. Of an
+        unfinished dataset: the rows of its committed shards, as of the first use.
+        """
+        if self.summary is not None:
+            return read_index(self._store, self.info.plan)
+        planned = set(self.info.plan.shard_ids())
+        done = [shard for shard in committed_shards(self._store) if shard in planned]
+        return partial_index(self._store, self._plan, done)
+
+    def __len__(self) -> int:
+        """Number of rows of `index`, those without states included."""
+        return self.info.plan.samples if self.complete else len(self.index)
+
+    def __getitem__(self, position: int) -> Sample:
+        """The sample at ``position``; negative ones count from the end.
+
+        Raises:
+            IndexError: no such position.
+            SampleError: the sample failed or was rejected; the message has its id and reason.
+            FormatError, StoreError: its shard is damaged or can't be read.
+        """
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"sample {position} of a dataset of {len(self)} samples")
+        row = self._row(position % len(self))
+        if row["status"] != "ok":
+            why = row["reason"] or "no reason recorded"
+            raise SampleError(f"sample {row['sample_id']} (position {position}) was {row['status']}: {why}")
+        stored = self._shards.read(row["shard"], row["index"], row["token_start"], row["num_tokens"])
+        return Sample(
+            sample_id=row["sample_id"],
+            index=row["index"],
+            token_ids=stored.token_ids,
+            loss_mask=stored.loss_mask,
+            hidden_states=LayerStates(stored.states),
+            status=row["status"],
+            _plan=self._plan,
+        )
+
+    def by_id(self, sample_id: str) -> Sample:
+        """The sample of that id. Of rows that share an id (repeats are rejected) it is the good one.
+
+        Raises:
+            KeyError: no such id.
+            SampleError: the sample failed or was rejected.
+        """
+        return self[self.position_of(sample_id)]
+
+    def position_of(self, sample_id: str) -> int:
+        """The position of the sample of that id; raises KeyError."""
+        position = self._positions.get(sample_id)
+        if position is None:
+            raise KeyError(f"no sample {sample_id!r} in {self.uri}")
+        return position
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Good samples in order, read ahead by a few; see `samples`."""
+        return self.samples()
+
+    def samples(self, positions: Iterable[int] | None = None, *, prefetch: int = 8) -> Iterator[Sample]:
+        """Good samples at ``positions`` (default all), in the order given; others are passed over.
+
+        Up to ``prefetch`` samples are in memory or on their way besides the one in use.
+
+        Raises:
+            IndexError: a position outside the dataset.
+            FormatError, StoreError: a damaged or unreadable shard, at the sample's turn.
+        """
+        if prefetch < 1:
+            raise ConfigError(f"prefetch={prefetch}: give at least 1")
+        wanted = range(len(self)) if positions is None else positions
+        pending: deque[Future[Sample]] = deque()
+        pool = ThreadPoolExecutor(min(prefetch, 8), thread_name_prefix="rayhs-read")
+        try:
+            for position in wanted:
+                if not self._is_good(position):
+                    continue
+                pending.append(pool.submit(self.__getitem__, position))
+                if len(pending) > prefetch:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def with_layers(self, layers: Sequence[int]) -> Dataset:
+        """The same dataset, reading only ``layers``; raises ConfigError for one that is not stored."""
+        view = Dataset(self._store, self.info, self.summary, layers)
+        for name in ("index", "_positions", "_good"):
+            if name in self.__dict__:
+                view.__dict__[name] = self.__dict__[name]
+        return view
+
+    def __repr__(self) -> str:
+        state = "complete" if self.complete else "unfinished"
+        return f"Dataset({self.uri!r}, model={self.model!r}, layers={list(self.layers)}, {self.dtype}, {state})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_positions", "_good")}
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        # Backwards, so that the first row of an id stands; the good ones last, over all others.
+        ids, good = self.index["sample_id"].to_pylist(), self._good.tolist()
+        backwards = range(len(ids) - 1, -1, -1)
+        positions = {ids[i]: i for i in backwards}
+        positions.update((ids[i], i) for i in backwards if good[i])
+        return positions
+
+    @cached_property
+    def _good(self) -> Any:
+        return np.asarray(pc.equal(self.index["status"], "ok"))
+
+    def _is_good(self, position: int) -> bool:
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"sample {position} of a dataset of {len(self)} samples")
+        return bool(self._good[position])
+
+    def _row(self, position: int) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = self.index.slice(position, 1).to_pylist()
+        return rows[0]
+
+
+def _chosen_layers(record: DatasetRecord, layers: Sequence[int] | None) -> tuple[int, ...]:
+    chosen = tuple(sorted(set(record.layers if layers is None else layers)))
+    unknown = [layer for layer in chosen if layer not in record.layers]
+    if unknown or not chosen:
+        wrong = f"layer {unknown[0]} is not stored" if unknown else "no layer chosen"
+        raise ConfigError(f"{wrong}; the dataset has layers {record.layers}")
+    return chosen

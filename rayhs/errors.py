@@ -1,0 +1,78 @@
+"""Every error rayhs raises on purpose, with the exit code the command line gives it.
+
+Exit codes: 0 done; 1 failed; 2 usage or config; 3 finished, some samples failed;
+4 verify found damage; 130 interrupted. A message is one line: what, where, what to do next.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_SOME_FAILED = 3
+EXIT_DAMAGE = 4
+EXIT_INTERRUPTED = 130
+
+
+class RayhsError(Exception):
+    """Base class; ``exit_code`` is what the command line exits with."""
+
+    exit_code = EXIT_FAILED
+
+
+class ConfigError(RayhsError):
+    """The run file, an option or an argument is wrong."""
+
+    exit_code = EXIT_USAGE
+
+
+class InputError(RayhsError):
+    """The prompts can't be read at all: missing path, missing column, empty input."""
+
+    exit_code = EXIT_USAGE
+
+
+class IdentityMismatch(RayhsError):
+    """The output already holds a dataset of another model, template, layer list or plan."""
+
+    exit_code = EXIT_USAGE
+
+
+class UnsupportedVersion(RayhsError):
+    """An installed vLLM, Ray or Python is outside the supported range."""
+
+    exit_code = EXIT_USAGE
+
+
+class TooManyRejected(RayhsError):
+    """The share of rejected prompts is over the configured limit; nothing was extracted."""
+
+    exit_code = EXIT_SOME_FAILED
+
+
+class StoreError(RayhsError):
+    """The object store refused or failed for good, after the retries that made sense."""
+
+
+class ObjectNotFound(StoreError):
+    """The object does not exist."""
+
+
+class FormatError(RayhsError):
+    """An object of a dataset is not what its format says (truncated, corrupt or hostile)."""
+
+
+class IncompleteDataset(RayhsError):
+    """The dataset has no summary yet: its run has not finished."""
+
+
+class EngineError(RayhsError):
+    """The engine could not start, or died and could not be started again."""
+
+
+class SampleError(RayhsError):
+    """One sample could not be extracted; its message, ``category: details``, becomes the sample's ``reason``."""
+
+
+class PromptRejected(RayhsError):
+    """One prompt can't become a sample; its message becomes the row's ``reason``."""

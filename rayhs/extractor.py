@@ -1,0 +1,179 @@
+"""The Ray Data actor: shard ids in, receipts out. States never pass through Ray's object store."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import as_completed
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rayhs.config import RunConfig
+from rayhs.cores import CoreClaim
+from rayhs.errors import ConfigError, EngineError
+from rayhs.fake import parse_fake_model
+from rayhs.layout import ShardId
+from rayhs.log import configure
+from rayhs.replica import Job, Receipt, Replica
+
+if TYPE_CHECKING:
+    import ray.data
+
+_ACTOR_RESTARTS = 3
+
+
+class Extractor:
+    """Ray Data's callable class: one replica, called from several threads at once."""
+
+    def __init__(self, job: Job, plan: ReplicaPlan) -> None:
+        configure()
+        self._job, self._plan = job, plan
+        self._loop = asyncio.new_event_loop()
+        self._cores: CoreClaim | None = None
+        self._replica: Replica | None = None
+        self._refusal = ""
+        try:
+            self._prepare()
+        except EngineError as error:
+            self._refusal = str(error)  # told in the receipts: Ray would bury an actor's constructor error
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="rayhs-loop").start()
+
+    def _prepare(self) -> None:
+        if self._plan.engine_cores:
+            self._cores = CoreClaim(self._plan.engine_cores)
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cores.thread_binding(
+                self._job.config.engine.tensor_parallel_size
+            )
+        self._replica = Replica(self._job, self._plan.per_node)
+
+    def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """``batch["shard"]``: shard ids. Yields a receipt a shard as each is committed."""
+        shards = [ShardId.parse(str(shard)) for shard in batch["shard"]]
+        if self._replica is None:
+            yield _as_batch(Receipt(str(shards[0]), error=self._refusal, fatal=True))
+            return
+        runs = [asyncio.run_coroutine_threadsafe(self._replica.run_shard(shard), self._loop) for shard in shards]
+        for run in as_completed(runs):
+            yield _as_batch(run.result())
+
+    def __del__(self) -> None:
+        if self._replica is not None and self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._replica.stop(), self._loop).result(timeout=30)
+
+
+def _as_batch(receipt: Receipt) -> dict[str, Any]:
+    return {key: np.asarray([value]) for key, value in receipt.as_row().items()}
+
+
+class ReplicaPlan:
+    """Ray resources of one replica, derived from the run file and the cluster.
+
+    On GPUs a replica of tensor parallel size ``t`` takes ``t`` GPUs of one node (vLLM's ``mp``
+    executor), or one GPU in each of ``t`` bundles of a placement group where no node has as many
+    (vLLM's ``ray`` executor). On CPUs it takes cores of its own.
+    """
+
+    def __init__(self, config: RunConfig, nodes: list[dict[str, float]], device: str) -> None:
+        engine, cluster = config.engine, config.cluster
+        self.replicas = cluster.replica_range
+        tensor_parallel = engine.tensor_parallel_size
+        self.engine_cores = 0
+        self.gpus = 0
+        self.bundles: list[dict[str, float]] = []
+        self.cpus = float(cluster.cpus_per_replica or 1)
+        if parse_fake_model(config.model):
+            self.per_node = self.replicas[1]
+            return
+        if device == "cpu":
+            self._take_cores(nodes, tensor_parallel, cluster.cpus_per_replica)
+        else:
+            self._take_gpus(nodes, tensor_parallel, engine.distributed_executor)
+        self.per_node = max(1, -(-self.replicas[1] // max(1, len(nodes))))
+
+    def _take_cores(self, nodes: list[dict[str, float]], tensor_parallel: int, cores: int | None) -> None:
+        most = int(max((node.get("CPU", 0) for node in nodes), default=0))
+        per_node = -(-self.replicas[1] // max(1, len(nodes)))
+        self.engine_cores = cores or max(1, most // per_node)
+        if self.engine_cores > most:
+            raise ConfigError(f"cluster.cpus_per_replica: {self.engine_cores} wanted, the largest node has {most} CPUs")
+        if self.replicas[0] * self.engine_cores > sum(node.get("CPU", 0) for node in nodes):
+            raise ConfigError(
+                f"cluster.replicas: {self.replicas[0]} replicas of {self.engine_cores} CPUs don't fit the cluster"
+            )
+        self.cpus = float(self.engine_cores)
+
+    def _take_gpus(self, nodes: list[dict[str, float]], tensor_parallel: int, executor: str) -> None:
+        per_node = [int(node.get("GPU", 0)) for node in nodes]
+        fits = max(per_node, default=0) >= tensor_parallel
+        if executor == "mp" and not fits and any(per_node):
+            raise ConfigError(
+                f"engine.distributed_executor: mp needs {tensor_parallel} GPUs on one node, the largest has {max(per_node)}; "
+                "use auto or ray"
+            )
+        if executor == "ray" or (executor == "auto" and not fits and sum(per_node) >= tensor_parallel > 1):
+            self.bundles = [{"GPU": 1.0, "CPU": 1.0} for _ in range(tensor_parallel)]
+            return
+        self.gpus = tensor_parallel
+
+    @property
+    def executor(self) -> str:
+        """vLLM's distributed executor."""
+        return "ray" if self.bundles else "mp"
+
+    def actor_arguments(self) -> dict[str, Any]:
+        """Remote arguments of the actor; retries are bounded, Ray's defaults are not."""
+        arguments: dict[str, Any] = {
+            "num_cpus": 0 if self.bundles else self.cpus,
+            "max_restarts": _ACTOR_RESTARTS,
+            "max_task_retries": _ACTOR_RESTARTS,
+        }
+        if self.gpus:
+            arguments["num_gpus"] = self.gpus
+        return arguments
+
+
+def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan, in_flight: int) -> ray.data.Dataset:
+    """A lazy Ray dataset with one receipt a shard."""
+    import ray.data
+
+    low, high = plan.replicas
+    # Twice as many tasks as run at once: the next shards wait in the actor, not for the driver.
+    pool = ray.data.ActorPoolStrategy(
+        min_size=low,
+        max_size=high,
+        max_tasks_in_flight_per_actor=in_flight * 2,
+        max_concurrent_calls_per_actor=in_flight,
+        enable_true_multi_threading=True,
+    )
+    arguments = plan.actor_arguments()
+    if plan.bundles:
+        arguments["ray_remote_args_fn"] = _placed(plan.bundles)
+    rows: list[dict[str, Any]] = [{"shard": str(shard)} for shard in shards]
+    blocks = min(len(rows), _MAX_TASKS)
+    return ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
+        Extractor,  # type: ignore[arg-type]  # Ray types generators of batches too narrowly
+        fn_constructor_args=(job, plan),
+        batch_size=None,
+        batch_format="numpy",
+        compute=pool,
+        **arguments,
+    )
+
+
+_MAX_TASKS = 20_000
+
+
+def _placed(bundles: list[dict[str, float]]) -> Any:
+    def place() -> dict[str, Any]:
+        import ray.util
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group = ray.util.placement_group(bundles, strategy="PACK")
+        return {
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+        }
+
+    return place

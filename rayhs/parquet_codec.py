@@ -1,0 +1,295 @@
+"""The bytes of a Parquet shard: one row and one row group a sample, so that the states of one
+sample and layer are one column chunk.
+
+Columns: ``index`` int64, ``sample_id`` string, ``token_ids`` list<int32>, ``loss_mask`` list<uint8>
+and ``hidden_states.<k>`` for each layer. float32 and float16 states are `[tokens][hidden]` nested
+lists. bfloat16 has no Arrow type: it is one little-endian byte string a sample, with its dtype and
+shape in the field's metadata.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayhs.codec import STATE_DTYPES, Array, state_name
+from rayhs.errors import FormatError, SampleError
+
+# index, sample_id, token_ids int32 [tokens], loss_mask uint8 [tokens], {layer: [tokens, hidden]}
+ShardRow = tuple[int, str, Array, Array, Mapping[int, Array]]
+Buffer = bytes | memoryview
+
+MAGIC = b"PAR1"
+MAX_FOOTER_BYTES = 100_000_000
+_MAX_VALUE_BYTES = 2**31 - 2**16  # Parquet counts the bytes of a page in an int32
+_TOKENS = pa.list_(pa.field("element", pa.int32(), nullable=False))
+_MASK = pa.list_(pa.field("element", pa.uint8(), nullable=False))
+_ARROW = {"float32": pa.float32(), "float16": pa.float16()}
+
+
+def shard_schema(
+    layers: Sequence[int], hidden: int, dtype: str, metadata: Mapping[str, str] | None = None
+) -> pa.Schema:
+    """The Arrow schema of a shard; ``metadata`` (the identity) becomes the file's metadata."""
+    stated = {"dtype": dtype, "shape": f"tokens,{hidden}"}
+    kind = _state_type(hidden, dtype)
+    fields = [
+        pa.field("index", pa.int64(), nullable=False),
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("token_ids", _TOKENS, nullable=False),
+        pa.field("loss_mask", _MASK, nullable=False),
+        *(pa.field(state_name(k), kind, nullable=False, metadata=stated) for k in layers),
+    ]
+    return pa.schema(fields, metadata=dict(metadata or {}))
+
+
+def write_shard(
+    sink: BinaryIO | pa.NativeFile,
+    samples: Iterable[ShardRow],
+    *,
+    layers: Sequence[int],
+    hidden: int,
+    dtype: str,
+    metadata: Mapping[str, str] | None = None,
+) -> int:
+    """Write one row group a sample to ``sink``, holding one sample in memory at a time.
+
+    Args:
+        sink: a binary file open for writing; it is not closed.
+        samples: good samples in plan order: index, sample id, token ids int32 `[tokens]`, loss mask
+            uint8 `[tokens]`, and for each layer its states `[tokens, hidden]` in ``dtype``.
+
+    Returns:
+        The number of samples written.
+
+    Raises:
+        SampleError: a sample whose states of one layer are over Parquet's 2 GiB a value.
+    """
+    schema = shard_schema(layers, hidden, dtype, metadata)
+    rows = 0
+    # Statistics of ``index`` alone let a reader find a sample's row group from the footer.
+    with pq.ParquetWriter(
+        sink, schema, compression="none", use_dictionary=False, write_statistics=["index"], write_page_checksum=True
+    ) as writer:
+        for row in samples:
+            writer.write_batch(_encode_row(row, layers, schema), row_group_size=1)
+            rows += 1
+    return rows
+
+
+def parse_footer(tail: Buffer, object_bytes: int) -> pq.FileMetaData:
+    """The footer of an object, from its last bytes (see `footer_bytes` for how many).
+
+    Raises:
+        FormatError: not a Parquet footer.
+    """
+    footer_bytes(tail, object_bytes)
+    try:
+        return pq.read_metadata(pa.BufferReader(tail))
+    except (pa.ArrowException, OSError) as error:
+        raise FormatError(f"not a Parquet shard: {_line(error)}") from None
+
+
+def footer_bytes(tail: Buffer, object_bytes: int) -> int:
+    """How many bytes at the end of the object hold the footer, its length and the magic.
+
+    Raises:
+        FormatError: no magic, or a footer that can't fit the object (nothing large is allocated).
+    """
+    if len(tail) < 8 or bytes(tail[-4:]) != MAGIC:
+        raise FormatError("not a Parquet shard: it doesn't end with PAR1")
+    (length,) = struct.unpack("<I", tail[-8:-4])
+    if length > min(MAX_FOOTER_BYTES, object_bytes - 12):
+        raise FormatError(f"not a Parquet shard: a footer of {length} bytes in an object of {object_bytes}")
+    return int(length) + 8
+
+
+def arrow_schema(footer: pq.FileMetaData) -> pa.Schema:
+    """The Arrow schema of a parsed footer; raises FormatError."""
+    try:
+        return footer.schema.to_arrow_schema()
+    except (pa.ArrowException, OSError) as error:
+        raise FormatError(f"not a Parquet shard: {_line(error)}") from None
+
+
+def check_schema(schema: pa.Schema, layers: Sequence[int], hidden: int, dtype: str) -> None:
+    """Raises FormatError where ``schema`` is not a shard of these layers, size and dtype."""
+    for want in shard_schema(layers, hidden, dtype):
+        position = schema.get_field_index(want.name)
+        have = schema.field(position) if position >= 0 else None
+        if have is None or not have.type.equals(want.type):
+            found = "is missing" if have is None else f"is {have.type}"
+            raise FormatError(f"column {want.name!r} {found}; the dataset's is {want.type}")
+
+
+def sample_groups(footer: pq.FileMetaData) -> dict[int, int]:
+    """Row group of each sample ``index``, from the statistics in the footer.
+
+    Raises:
+        FormatError: a row group without them, with more than one row, or an index that repeats.
+    """
+    groups: dict[int, int] = {}
+    for number in range(footer.num_row_groups):
+        group = footer.row_group(number)
+        statistics = group.column(0).statistics if group.num_columns else None
+        if group.num_rows != 1 or statistics is None or not isinstance(statistics.min, int):
+            raise FormatError(f"row group {number} is not one sample with statistics of its index")
+        if groups.setdefault(statistics.min, number) != number:
+            raise FormatError(f"sample {statistics.min} is in two row groups")
+    return groups
+
+
+def chunk_ranges(
+    footer: pq.FileMetaData, group: int, columns: Sequence[str], object_bytes: int
+) -> list[tuple[int, int]]:
+    """Start and length in bytes of the column chunks of ``columns`` in one row group.
+
+    Raises:
+        FormatError: compressed (a bomb can't be told from data before it is unpacked), or outside
+            the object.
+    """
+    ranges = []
+    row_group = footer.row_group(group)
+    for number in range(row_group.num_columns):
+        chunk = row_group.column(number)
+        if chunk.path_in_schema.removesuffix(".list.element").removesuffix(".list.element") not in columns:
+            continue
+        start, length = chunk.dictionary_page_offset or chunk.data_page_offset, chunk.total_compressed_size
+        if chunk.compression != "UNCOMPRESSED" or start < 4 or length < 0 or start + length > object_bytes:
+            raise FormatError(f"row group {group}: column {chunk.path_in_schema!r} is compressed or outside the object")
+        ranges.append((start, length))
+    return ranges
+
+
+def read_row(
+    footer: pq.FileMetaData, group: int, columns: Sequence[str], parts: Mapping[int, Buffer], object_bytes: int
+) -> dict[str, pa.Array]:
+    """Decode ``columns`` of one row group from fetched column chunks; ``parts`` maps start to bytes.
+
+    Raises:
+        FormatError: pages that don't decode, or that reach outside what was fetched.
+    """
+    source = _FetchedParts(parts, object_bytes)
+    try:
+        file = pq.ParquetFile(
+            pa.PythonFile(source, mode="r"), metadata=footer, pre_buffer=False, page_checksum_verification=True
+        )
+        table = file.read_row_group(group, columns=list(columns), use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise FormatError(f"row group {group}: {_line(error)}") from None
+    return {name: _only(table.column(name)) for name in columns}
+
+
+def decode_states(column: pa.Array, hidden: int, dtype: str) -> Array:
+    """States `[tokens, hidden]` in ``dtype`` of a column of one row; a view of the column's memory.
+
+    Raises:
+        FormatError: a null, or a length that is not whole tokens.
+    """
+    if dtype == "bfloat16":
+        flat = np.frombuffer(column[0].as_buffer() or b"", dtype=np.uint8)
+        if flat.size % (2 * hidden):
+            raise FormatError(f"{flat.size} bytes of states are not whole tokens of {hidden} bfloat16 values")
+        return flat.view(STATE_DTYPES[dtype]).reshape(-1, hidden)
+    rows = column.flatten()
+    values = rows.flatten()
+    if rows.null_count or values.null_count or len(values) != len(rows) * hidden:
+        raise FormatError("the states have nulls or rows of another length")
+    array: Array = values.to_numpy(zero_copy_only=True)
+    return array.reshape(-1, hidden)
+
+
+def decode_list(column: pa.Array, dtype: type[np.generic]) -> Array:
+    """The values of a list column of one row as a 1-d array. Raises FormatError on a null."""
+    values = column.flatten()
+    if column.null_count or values.null_count:
+        raise FormatError("a list has nulls")
+    array: Array = values.to_numpy(zero_copy_only=True)
+    return array.astype(dtype, copy=False)
+
+
+def _state_type(hidden: int, dtype: str) -> pa.DataType:
+    if dtype not in _ARROW:
+        return pa.binary()
+    return pa.list_(pa.field("element", pa.list_(pa.field("element", _ARROW[dtype], nullable=False), hidden), False))
+
+
+def _encode_row(row: ShardRow, layers: Sequence[int], schema: pa.Schema) -> pa.RecordBatch:
+    index, sample_id, token_ids, loss_mask, states = row
+    columns = [
+        pa.array([index], pa.int64()),
+        pa.array([sample_id], pa.string()),
+        _one_list(pa.array(np.asarray(token_ids, np.int32)), _TOKENS),
+        _one_list(pa.array(np.asarray(loss_mask, np.uint8)), _MASK),
+    ]
+    columns += [_encode_states(states[k], schema.field(state_name(k)).type, sample_id) for k in layers]
+    return pa.record_batch(columns, schema=schema)
+
+
+def _encode_states(states: Array, kind: pa.DataType, sample_id: str) -> pa.Array:
+    states = np.ascontiguousarray(states)
+    if states.nbytes > _MAX_VALUE_BYTES:
+        raise SampleError(
+            f"sample {sample_id}: {states.nbytes} bytes of states a layer are over Parquet's 2 GiB a value; "
+            "use shards.format: safetensors"
+        )
+    if pa.types.is_binary(kind):
+        data = pa.py_buffer(states.view(np.uint8).reshape(-1))
+        return pa.BinaryArray.from_buffers(kind, 1, [None, _offsets(len(data)).buffers()[1], data])
+    values = pa.array(states.reshape(-1))
+    return _one_list(pa.FixedSizeListArray.from_arrays(values, type=kind.value_type), kind)
+
+
+def _one_list(values: pa.Array, kind: pa.DataType) -> pa.Array:
+    return pa.ListArray.from_arrays(_offsets(len(values)), values, type=kind)
+
+
+def _offsets(end: int) -> pa.Array:
+    return pa.array([0, end], pa.int32())
+
+
+def _only(column: pa.ChunkedArray) -> pa.Array:
+    if len(column) != 1 or column.null_count:
+        raise FormatError("a row group is not one sample without nulls")
+    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+class _FetchedParts(io.RawIOBase):
+    """The parts of an object that were fetched, at their places; reading elsewhere is an OSError."""
+
+    def __init__(self, parts: Mapping[int, Buffer], object_bytes: int) -> None:
+        self._parts = {start: memoryview(data) for start, data in parts.items()}
+        self._size = object_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1) -> Any:
+        for start, data in self._parts.items():
+            offset = self._position - start
+            if offset >= 0 and size >= 0 and offset + size <= len(data):
+                self._position += size
+                return data[offset : offset + size]
+        raise OSError(f"a page reaches outside its column chunk, at byte {self._position}")

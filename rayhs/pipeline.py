@@ -1,0 +1,316 @@
+"""The main job: plan, extract, index. What `rayhs extract` and `rayhs plan` run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from rayhs.codec import STATE_DTYPES
+from rayhs.config import RunConfig, load_config, parse_config
+from rayhs.engine import device
+from rayhs.errors import (
+    EXIT_OK,
+    EXIT_SOME_FAILED,
+    ConfigError,
+    EngineError,
+    IdentityMismatch,
+    ObjectNotFound,
+    RayhsError,
+    TooManyRejected,
+)
+from rayhs.extractor import ReplicaPlan, extract_shards
+from rayhs.fake import parse_fake_model
+from rayhs.indexing import Totals, committed_shards, write_index
+from rayhs.layers import resolve_layers
+from rayhs.layout import DATASET, FORMAT_VERSION, SUMMARY, DatasetRecord, ShardId, Summary
+from rayhs.model import ModelInfo, describe_model, engine_dtype, state_dtype
+from rayhs.replica import Job, Receipt, staging_bytes
+from rayhs.samples import input_fingerprint, make_plan
+from rayhs.store import Store, open_store
+from rayhs.versions import check_versions, installed_versions
+
+Phase = Literal["planning", "starting", "extracting", "indexing"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step of a run: ``done`` of ``total`` rows (planning) or samples, tokens and bytes committed so far."""
+
+    phase: Phase
+    done: int
+    total: int | None
+    tokens: int = 0
+    bytes: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run; ``exit_code`` is 0, or 3 when some samples failed or were rejected."""
+
+    uri: str
+    summary: Summary
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """The exact numbers of a plan; ``state_bytes`` are the bytes of all states as they are stored."""
+
+    uri: str
+    model: str
+    layers: tuple[int, ...]
+    samples: int
+    rejected: int
+    reasons: dict[str, int]
+    tokens: int
+    state_bytes: int
+    shards: int
+    dtype: str
+    hidden_size: int
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def _ignore(_: Progress) -> None:
+    return None
+
+
+def extract(path: str | Path | None = None, /, **settings: Any) -> RunResult:
+    """Run a whole extraction: from a run file, or from its keys as keyword arguments.
+
+    Raises:
+        ConfigError, InputError, IdentityMismatch, TooManyRejected, StoreError, EngineError: see
+            `rayhs.errors`. Failed samples are no exception: ``exit_code`` and ``summary`` tell.
+    """
+    if (path is None) == (not settings):
+        raise ConfigError("extract: give the path of a run file, or model, prompts, output, ... as keywords")
+    return run_extract(load_config(path) if path is not None else parse_config(settings, "extract"))
+
+
+def run_extract(config: RunConfig, on_progress: OnProgress = _ignore) -> RunResult:
+    """Plan if needed, extract what has no commit record, then write index and summary."""
+    run = _Run(config, on_progress)
+    with _cluster(config):
+        dataset, _ = run.ensure_plan()
+        run.refuse_rejected(dataset)
+        started = time.monotonic()
+        done = run.extract_missing(dataset)
+        summary = run.finish(dataset, done, time.monotonic() - started)
+    code = EXIT_SOME_FAILED if summary.failed or summary.rejected else EXIT_OK
+    return RunResult(run.store.uri, summary, code)
+
+
+def run_plan(config: RunConfig, on_progress: OnProgress = _ignore) -> PlanResult:
+    """Tokenise and cut into shards, or read the plan that is there."""
+    run = _Run(config, on_progress)
+    with _cluster(config):
+        dataset, reasons = run.ensure_plan()
+    plan = dataset.plan
+    token_bytes = len(dataset.layers) * dataset.hidden_size * STATE_DTYPES[dataset.dtype].itemsize
+    return PlanResult(
+        uri=run.store.uri,
+        model=dataset.model,
+        layers=tuple(dataset.layers),
+        samples=plan.samples,
+        rejected=plan.rejected,
+        reasons=dict(reasons),
+        tokens=plan.tokens,
+        state_bytes=plan.tokens * token_bytes,
+        shards=len(plan.shard_ids()),
+        dtype=dataset.dtype,
+        hidden_size=dataset.hidden_size,
+    )
+
+
+class _Run:
+    def __init__(self, config: RunConfig, on_progress: OnProgress) -> None:
+        check_versions(vllm=parse_fake_model(config.model) is None)
+        self.config = config
+        self.on_progress = on_progress
+        self.store: Store = open_store(config.output, config.storage)
+        self.model: ModelInfo = describe_model(config)
+        self.layers = resolve_layers(config.layers, self.model.num_layers)
+
+    def ensure_plan(self) -> tuple[DatasetRecord, Counter[str]]:
+        """The dataset's identity, planned now or found; refuses another identity."""
+        existing = self._existing()
+        fingerprint = input_fingerprint(self.config)
+        if existing is not None:
+            _refuse_other(existing, self._identity(fingerprint), self.store.uri)
+            return existing, Counter()
+        self.on_progress(Progress("planning", 0, None))
+        plan, reasons = make_plan(
+            self.config,
+            self.model,
+            self.layers,
+            self.store,
+            lambda rows: self.on_progress(Progress("planning", rows, None)),
+        )
+        record = DatasetRecord(
+            format_version=FORMAT_VERSION,
+            plan=plan,
+            versions=installed_versions(),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            **{key: value for key, value in self._identity(fingerprint).items() if key != "input"},
+        )
+        self.store.put(DATASET, record.to_bytes())
+        return record, reasons
+
+    def _existing(self) -> DatasetRecord | None:
+        try:
+            record: DatasetRecord = DatasetRecord.from_bytes(self.store.get(DATASET), DATASET)
+        except ObjectNotFound:
+            return None
+        return record
+
+    def _identity(self, fingerprint: str) -> dict[str, Any]:
+        return {
+            "model": self.model.name,
+            "revision": self.model.revision,
+            "model_hash": self.model.model_hash,
+            "tokenizer_hash": self.model.tokenizer_hash,
+            "chat_template_hash": self.model.chat_template_hash,
+            "layers": list(self.layers),
+            "num_layers": self.model.num_layers,
+            "hidden_size": self.model.hidden_size,
+            "dtype": state_dtype(self.config, self.model),
+            "shard_format": self.config.shards.format,
+            "include_generated": self.config.engine.include_generated,
+            "engine_dtype": engine_dtype(self.config, self.model),
+            "input": fingerprint,
+        }
+
+    def refuse_rejected(self, dataset: DatasetRecord) -> None:
+        plan, limit = dataset.plan, self.config.prompts.max_rejected
+        if plan.rejected > limit * plan.samples:
+            raise TooManyRejected(
+                f"{plan.rejected} of {plan.samples} prompts were rejected, over prompts.max_rejected {limit:g}; "
+                f"nothing was extracted. `rayhs failures {self.store.uri}` tells why"
+            )
+
+    def extract_missing(self, dataset: DatasetRecord) -> _Done:
+        committed = committed_shards(self.store)
+        missing = [shard for shard in dataset.plan.shard_ids() if shard not in committed]
+        done = _Done(total=dataset.plan.samples - dataset.plan.rejected)
+        if missing:
+            self._extract(dataset, missing, done)
+        return done
+
+    def _extract(self, dataset: DatasetRecord, missing: list[ShardId], done: _Done) -> None:
+        import ray
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        replicas = ReplicaPlan(self.config, nodes, device())
+        engine = self.config.engine.model_copy(update={"distributed_executor": replicas.executor})
+        job = Job(self.config.model_copy(update={"engine": engine}), self.model, dataset)
+        in_flight = job.shards_in_flight(staging_bytes(job, replicas.per_node))
+        self.on_progress(Progress("starting", 0, done.total, message=f"{len(missing)} shards to extract"))
+        for row in extract_shards(job, missing, replicas, in_flight).iter_rows():
+            done.add(Receipt(**row))
+            if done.fatal:
+                raise EngineError(done.fatal)
+            self.on_progress(Progress("extracting", done.samples, done.total, done.tokens, done.bytes))
+
+    def finish(self, dataset: DatasetRecord, done: _Done, seconds: float) -> Summary:
+        if done.errors:
+            shard, error = next(iter(done.errors.items()))
+            raise RayhsError(
+                f"{len(done.errors)} of {len(dataset.plan.shard_ids())} shards were not committed (first: {shard}: "
+                f"{error}); run the same command again to finish"
+            )
+        self.on_progress(Progress("indexing", 0, dataset.plan.samples))
+        totals: Totals = write_index(self.store, dataset.plan)
+        summary = Summary(
+            samples=dataset.plan.samples,
+            ok=totals.ok,
+            failed=totals.failed,
+            rejected=totals.rejected,
+            tokens=totals.tokens,
+            shards=len(dataset.plan.shard_ids()),
+            bytes=totals.bytes,
+            seconds=round(seconds, 3),
+            tokens_per_second=round(done.tokens / seconds, 1) if done.tokens else 0.0,
+            reasons=dict(totals.reasons),
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        self.store.put(SUMMARY, summary.to_bytes())
+        return summary
+
+
+class _Done:
+    """Receipts added up; keeps nothing a shard but the errors."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.samples = self.tokens = self.bytes = 0
+        self.errors: dict[str, str] = {}
+        self.fatal = ""
+
+    def add(self, receipt: Receipt) -> None:
+        self.samples += int(receipt.samples)
+        self.tokens += int(receipt.tokens)
+        self.bytes += int(receipt.bytes)
+        if receipt.error:
+            self.errors[receipt.shard] = receipt.error
+        if receipt.fatal:
+            self.fatal = receipt.error
+
+
+_COMPARED = (
+    "model",
+    "revision",
+    "model_hash",
+    "tokenizer_hash",
+    "chat_template_hash",
+    "layers",
+    "dtype",
+    "engine_dtype",
+    "shard_format",
+    "include_generated",
+)
+
+
+def _refuse_other(existing: DatasetRecord, wanted: dict[str, Any], uri: str) -> None:
+    differing = [
+        f"{key} is {getattr(existing, key)!r} there, {wanted[key]!r} here"
+        for key in _COMPARED
+        if getattr(existing, key) != wanted[key]
+    ]
+    if existing.plan.input != wanted["input"]:
+        differing.append("the prompts (or how they are read and cut) are not those it was planned from")
+    if differing:
+        raise IdentityMismatch(f"{uri} holds another dataset: {'; '.join(differing)}. Give another output")
+
+
+@contextlib.contextmanager
+def _cluster(config: RunConfig) -> Iterator[None]:
+    """Ray, joined or started; left or stopped at the end. A Ray the caller has already joined is used as it is."""
+    import ray
+    import ray.data
+
+    joined_before = ray.is_initialized()
+    if not joined_before:
+        address = None if config.cluster.address == "auto" else config.cluster.address
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            line = " ".join(str(error).split())[:300]
+            raise ConfigError(f"cluster.address {config.cluster.address}: {line}; start a cluster or use local") from error
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        if not joined_before:
+            ray.shutdown()

@@ -1,0 +1,70 @@
+"""One sample read back: numpy arrays in the stored dtype, torch tensors on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from rayhs.catalog import PlanReader
+from rayhs.codec import Array
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LayerStates(dict[int, Array]):
+    """States by layer id; asking for a layer that was not read says which were."""
+
+    def __missing__(self, layer: object) -> NoReturn:
+        raise KeyError(f"layer {layer} was not read; this sample has layers {list(self)}")
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A good sample of a dataset.
+
+    Attributes:
+        sample_id: the id column's value, or ``file:row``.
+        index: position in the input, counted over all rows, rejected ones included.
+        token_ids: int32 `[tokens]`.
+        loss_mask: uint8 `[tokens]`; 1 where the loss counts.
+        hidden_states: layer id to states `[tokens, hidden]` in the stored dtype
+            (``ml_dtypes.bfloat16`` for bfloat16), layers ascending.
+        status: always ``"ok"``: other samples have no states and raise SampleError when read.
+    """
+
+    sample_id: str
+    index: int
+    token_ids: Array
+    loss_mask: Array
+    hidden_states: Mapping[int, Array] = field(repr=False)
+    status: str
+    _plan: PlanReader = field(repr=False)
+
+    @cached_property
+    def columns(self) -> dict[str, Any]:
+        """The input row's pass-through columns, read from the plan when first asked for."""
+        return self._plan.columns_of(self.index)
+
+    def torch(self, layer: int | None = None) -> torch.Tensor:
+        """The stored bytes as a torch tensor: one layer `[tokens, hidden]`, or `[tokens, layers, hidden]`.
+
+        The tensor owns its memory.
+
+        Raises:
+            KeyError: a layer that was not read.
+        """
+        import torch
+
+        if layer is not None:
+            states = self.hidden_states[layer].copy()
+        else:
+            states = np.stack(list(self.hidden_states.values()), axis=1)
+        if states.dtype.name == "bfloat16":
+            # torch knows no ml_dtypes: carry the bits as 16-bit integers.
+            return torch.from_numpy(states.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(states)

@@ -1,0 +1,261 @@
+"""From staged samples to a committed shard: check, pack, upload, commit.
+
+A shard's bytes are streamed to the store from the staged files, layer by layer; they are never
+whole in memory. The commit record is written last, after the store has acknowledged the object.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from rayhs import codec, parquet_codec
+from rayhs.codec import Array
+from rayhs.errors import FormatError, SampleError
+from rayhs.layout import CommitRecord, ShardFormat, ShardId, commit_name, new_attempt, object_name
+from rayhs.store import Store
+
+_UPLOAD_PIECE = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class PlannedSample:
+    """One row of the plan that is to be extracted."""
+
+    index: int
+    sample_id: str
+    token_ids: Array
+    loss_mask: Array | None
+
+
+@dataclass(frozen=True)
+class GoodSample:
+    """A sample with checked states, each `[tokens, hidden]`, in the dtype they are stored in."""
+
+    planned: PlannedSample
+    token_ids: Array
+    loss_mask: Array
+    states: Mapping[int, Array]
+    checksum: str
+
+
+@dataclass(frozen=True)
+class FailedSample:
+    planned: PlannedSample
+    reason: str
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What every shard of a run has in common; ``metadata`` goes into each object's header."""
+
+    layers: tuple[int, ...]
+    hidden: int
+    engine_dtype: str
+    dtype: str
+    format: ShardFormat
+    metadata: Mapping[str, str]
+    include_generated: int = 0
+
+
+def read_staged(memory: memoryview, planned: PlannedSample, spec: ShardSpec) -> GoodSample:
+    """Read, check and convert one staged sample; states are views of ``memory`` where no conversion is needed.
+
+    Raises:
+        SampleError: other tokens than planned, missing or misshapen layers, or states that fail
+            `check_states`.
+    """
+    try:
+        length = codec.header_length(bytes(memory[:8]), len(memory))
+        tensors, _ = codec.parse_header(bytes(memory[8 : 8 + length]), len(memory))
+    except FormatError as error:
+        raise SampleError(f"wrong states: staged file: {error}") from None
+    arrays = {name: codec.decode(t, memory[t.start : t.start + t.nbytes]) for name, t in tensors.items()}
+    token_ids = arrays.pop("token_ids")
+    prompt = len(planned.token_ids)
+    extra = len(token_ids) - prompt
+    if not 0 <= extra <= spec.include_generated or not np.array_equal(token_ids[:prompt], planned.token_ids):
+        raise SampleError(f"wrong states: {len(token_ids)} tokens came back for a prompt of {prompt}, or of other tokens")
+    expected = {codec.state_name(k) for k in spec.layers}
+    if set(arrays) != expected:
+        raise SampleError(f"wrong states: layers {sorted(arrays)} came back, expected {sorted(expected)}")
+    states = {k: _checked(arrays[codec.state_name(k)], token_ids, k, spec) for k in spec.layers}
+    loss_mask = np.ones(len(token_ids), np.uint8)
+    if planned.loss_mask is not None:
+        loss_mask[:prompt] = planned.loss_mask
+    return GoodSample(planned, token_ids, loss_mask, states, sample_checksum(states))
+
+
+def sample_checksum(states: Mapping[int, Array]) -> str:
+    """xxh3_64 of a sample's stored states, layers ascending; `CommitRecord.checksum`."""
+    digest = xxhash.xxh3_64()
+    for layer in sorted(states):
+        digest.update(_bytes(states[layer]))
+    return digest.hexdigest()
+
+
+def _checked(states: Array, token_ids: Array, layer: int, spec: ShardSpec) -> Array:
+    if states.shape != (len(token_ids), spec.hidden):
+        raise SampleError(f"wrong states: layer {layer} has shape {list(states.shape)}, expected {[len(token_ids), spec.hidden]}")
+    check_states(states, token_ids, layer)
+    if spec.dtype == spec.engine_dtype:
+        return states
+    with np.errstate(over="ignore"):
+        converted = states.astype(codec.STATE_DTYPES[spec.dtype])
+    check_states(converted, token_ids, layer)
+    return converted
+
+
+_ABS_BITS: dict[str, tuple[type, int, int]] = {
+    # dtype: (unsigned view, mask of exponent and mantissa, exponent of infinity)
+    "float32": (np.uint32, 0x7FFF_FFFF, 0x7F80_0000),
+    "float16": (np.uint16, 0x7FFF, 0x7C00),
+    "bfloat16": (np.uint16, 0x7FFF, 0x7F80),
+}
+_CHECK_ROWS_BYTES = 256 * 1024
+
+
+def check_states(states: Array, token_ids: Array, layer: int) -> None:
+    """Refuse states `[tokens, hidden]` that are not finite, all zero, or the same for every token.
+
+    The same state for every token is right where every token id is the same (nothing distinguishes
+    the positions), so that case passes.
+
+    Raises:
+        SampleError: which check failed, on which layer.
+    """
+    view, mask, infinity = _ABS_BITS[str(states.dtype)]
+    bits = states.view(view)
+    rows = max(1, _CHECK_ROWS_BYTES // max(1, bits.shape[1] * bits.itemsize))
+    # Bit tests in cache-sized pieces: several times faster than isfinite, and ml_dtypes has no fast one.
+    largest = max(int((bits[i : i + rows] & view(mask)).max()) for i in range(0, len(bits), rows))
+    if largest >= infinity:
+        raise SampleError(f"not finite: layer {layer} has NaN or infinite states")
+    if largest == 0:
+        raise SampleError(f"all zero: layer {layer}")
+    if len(bits) > 1 and np.array_equal(bits[0], bits[-1]) and (bits == bits[0]).all():
+        if not (token_ids == token_ids[0]).all():
+            raise SampleError(f"constant: layer {layer} has the same state for every token")
+
+
+def write_shard(
+    store: Store, shard: ShardId, results: Sequence[GoodSample | FailedSample], spec: ShardSpec
+) -> CommitRecord:
+    """Upload the good samples as one object, then write the commit record (in plan order).
+
+    Guarantees: the record is written only after the store acknowledged the whole object; on any
+    error nothing of this attempt is part of the dataset.
+
+    Raises:
+        StoreError: the store refused for good.
+    """
+    attempt = new_attempt()
+    good = [r for r in results if isinstance(r, GoodSample)]
+    started = time.monotonic()
+    upload = _Upload(store, object_name(shard, attempt, spec.format))
+    if good:
+        upload.run(*_pack(shard, attempt, good, spec))
+    seconds = {"upload": time.monotonic() - started}
+    record = _record(shard, attempt, results, upload, seconds)
+    store.put(commit_name(shard), record.to_bytes())
+    return record
+
+
+class _Upload:
+    """Streams an object and hashes it on the way."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self.name = store, name
+        self.nbytes = 0
+        self._digest = xxhash.xxh3_128()
+
+    @property
+    def checksum(self) -> str:
+        return self._digest.hexdigest()
+
+    def run(self, pieces: Iterator[memoryview], nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._store.put_stream(self.name, self._hashed(pieces), nbytes)
+
+    def _hashed(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+        for piece in pieces:
+            for first in range(0, len(piece), _UPLOAD_PIECE):
+                part = piece[first : first + _UPLOAD_PIECE]
+                self._digest.update(part)
+                yield part
+
+
+def _pack(
+    shard: ShardId, attempt: str, good: Sequence[GoodSample], spec: ShardSpec
+) -> tuple[Iterator[memoryview], int]:
+    metadata = {**spec.metadata, "shard": str(shard), "attempt": attempt}
+    if spec.format == "parquet":
+        return _parquet_pieces(good, spec, metadata)
+    specs = codec.shard_specs(spec.layers, spec.hidden, spec.dtype, [len(g.token_ids) for g in good])
+    header = codec.build_header(specs, metadata)
+    return _safetensors_pieces(header, good, spec), len(header) + sum(s.nbytes for s in specs)
+
+
+def _parquet_pieces(
+    good: Sequence[GoodSample], spec: ShardSpec, metadata: Mapping[str, str]
+) -> tuple[Iterator[memoryview], int]:
+    # Whole in memory, unlike safetensors: a Parquet file's length is known only once it is written.
+    sink = io.BytesIO()
+    rows = ((g.planned.index, g.planned.sample_id, g.token_ids, g.loss_mask, g.states) for g in good)
+    parquet_codec.write_shard(
+        sink, rows, layers=spec.layers, hidden=spec.hidden, dtype=spec.dtype, metadata=metadata
+    )
+    data = sink.getbuffer()
+    return iter([data]), len(data)
+
+
+def _safetensors_pieces(header: bytes, good: Sequence[GoodSample], spec: ShardSpec) -> Iterator[memoryview]:
+    yield memoryview(header)
+    for layer in spec.layers:
+        for sample in good:
+            yield _bytes(sample.states[layer])
+    counts = [len(sample.token_ids) for sample in good]
+    yield _bytes(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+    yield _bytes(np.asarray([sample.planned.index for sample in good], np.int64))
+    for sample in good:
+        yield _bytes(sample.token_ids.astype(np.int32))
+    for sample in good:
+        yield _bytes(sample.loss_mask)
+
+
+def _bytes(array: Array) -> memoryview:
+    return np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
+
+
+def _record(
+    shard: ShardId,
+    attempt: str,
+    results: Sequence[GoodSample | FailedSample],
+    upload: _Upload,
+    seconds: dict[str, float],
+) -> CommitRecord:
+    rows: list[dict[str, Any]] = []
+    start = 0
+    for result in results:
+        row: dict[str, Any] = {"index": result.planned.index, "token_start": 0, "num_tokens": 0, "reason": None}
+        if isinstance(result, GoodSample):
+            count = len(result.token_ids)
+            row |= {"token_start": start, "num_tokens": count, "status": "ok", "checksum": result.checksum}
+            start += count
+        else:
+            row |= {"status": "failed", "reason": result.reason, "checksum": None}
+        rows.append(row)
+    columns = {key: [row[key] for row in rows] for key in _COLUMNS}
+    stored = {"object": upload.name, "object_bytes": upload.nbytes, "object_checksum": upload.checksum}
+    return CommitRecord(
+        shard=str(shard), attempt=attempt, seconds=seconds, **columns, **(stored if upload.nbytes else {})
+    )
+
+
+_COLUMNS = ("index", "token_start", "num_tokens", "status", "reason", "checksum")

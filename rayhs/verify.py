@@ -1,0 +1,289 @@
+"""Check a whole dataset: every object there, whole and as its records say, every sample exactly once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rayhs import layout
+from rayhs.catalog import PlanReader, committed_shards, read_dataset_record, read_index_file, read_summary
+from rayhs.config import StorageConfig
+from rayhs.errors import EXIT_DAMAGE, EXIT_OK, FormatError, ObjectNotFound
+from rayhs.findings import Finding, Findings
+from rayhs.layout import DatasetRecord, ShardId, Summary
+from rayhs.store import Store, open_store
+from rayhs.verify_reference import ReferenceReport, compare_with_reference
+from rayhs.verify_shard import ShardCheck, check_shard
+
+OnProgress = Callable[[int, int, int], None]  # shards done, shards in all, bytes read
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was checked and what is wrong; ``findings`` is empty for a sound, finished dataset.
+
+    ``tokens`` and ``bytes`` count stored states and shard objects; ``orphans`` are objects of
+    attempts that lost or broke off (no damage: `rayhs gc` removes them).
+    """
+
+    uri: str
+    findings: tuple[Finding, ...]
+    more_findings: int
+    shards: int
+    samples: int
+    ok_samples: int
+    tokens: int
+    bytes: int
+    orphans: int
+    orphan_bytes: int
+    seconds: float
+    reference: ReferenceReport | None = None
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_OK if self.ok else EXIT_DAMAGE
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = {k: v for k, v in self.__dict__.items() if k not in ("findings", "reference")}
+        return {
+            **plain,
+            "ok": self.ok,
+            "findings": [f.to_dict() for f in self.findings],
+            "reference": None if self.reference is None else self.reference.to_dict(),
+        }
+
+
+def verify(
+    target: Store | str,
+    *,
+    storage: StorageConfig | None = None,
+    reference: str | None = None,
+    samples: int = 8,
+    on_progress: OnProgress = lambda done, total, nbytes: None,
+) -> VerifyReport:
+    """Read every object of the dataset once and check it; memory stays bounded by a few shards' tables.
+
+    Checked: ``dataset.json`` and ``summary.json``; each commit record; each shard's size, xxh3_128,
+    header, tokens against the plan, and per sample xxh3_64, shape, finite, not zero, not constant;
+    the index against plan and commits, so that every planned sample is in it exactly once.
+
+    Args:
+        target: the dataset's address, or its open store.
+        reference: a transformers model (name or folder); ``samples`` good samples, spread evenly,
+            are computed again in float32 and compared.
+
+    Raises:
+        ObjectNotFound: there is nothing at this address.
+        StoreError: the store can't be read (damage is a finding, not an error).
+        ConfigError: the reference model can't be loaded, or doesn't fit the dataset.
+    """
+    store = open_store(target, storage or StorageConfig()) if isinstance(target, str) else target
+    return _Verification(store, on_progress).run(reference, samples)
+
+
+class _Verification:
+    def __init__(self, store: Store, on_progress: OnProgress) -> None:
+        self._store = store
+        self._on_progress = on_progress
+        self._found = Findings()
+        self._referenced: set[str] = set()
+        self._totals = {"shards": 0, "samples": 0, "ok": 0, "failed": 0, "rejected": 0, "tokens": 0, "bytes": 0}
+        self._started = time.monotonic()
+
+    def run(self, reference: str | None, samples: int) -> VerifyReport:
+        record = self._dataset_record()
+        if record is None:
+            return self._report((0, 0), None)
+        finished, summary = self._summary()
+        committed = set(committed_shards(self._store))
+        planned = record.plan.shard_ids()
+        for shard in sorted(committed.difference(planned)):
+            self._found.add(layout.commit_name(shard), "the plan has no such shard")
+        if not finished:
+            self._found.add(
+                layout.SUMMARY,
+                f"missing: the run has not finished, {len(committed)} of {len(planned)} shards are committed; "
+                "run rayhs extract again",
+            )
+        self._check_files(record, planned if finished else [s for s in planned if s in committed], finished)
+        self._check_names(record)
+        if summary is not None and not any(True for _ in self._found):
+            self._check_summary(summary)
+        compared = None
+        if reference is not None:
+            compared = compare_with_reference(self._store, record, self._reference_rows(record, samples), reference)
+            for layer in compared.over_limit:
+                self._found.add(
+                    "hidden states",
+                    f"layer {layer} differs from {reference} by {compared.errors[layer]:.2e} "
+                    f"(relative; limit {compared.limit:.0e})",
+                )
+        return self._report(self._orphans(), compared)
+
+    def _dataset_record(self) -> DatasetRecord | None:
+        try:
+            return read_dataset_record(self._store)
+        except ObjectNotFound:
+            if next(self._store.list(""), None) is None:
+                raise
+            self._found.add(layout.DATASET, "missing: nothing else can be checked without it")
+        except FormatError as error:
+            self._found.add(layout.DATASET, str(error).removeprefix(f"{layout.DATASET}: "))
+        return None
+
+    def _summary(self) -> tuple[bool, Summary | None]:
+        try:
+            summary = read_summary(self._store)
+        except FormatError as error:
+            self._found.add(layout.SUMMARY, str(error).removeprefix(f"{layout.SUMMARY}: "))
+            return True, None
+        return summary is not None, summary
+
+    def _check_files(self, record: DatasetRecord, shards: Sequence[ShardId], finished: bool) -> None:
+        """Shards of one samples file after the other, a few at once; then that file's index."""
+        plan = PlanReader(self._store, record.plan)
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            for file, first in _file_starts(record):
+                own = [s for s in shards if s.file == file]
+                checks = pool.map(lambda shard: check_shard(self._store, record, plan, shard), own)
+                expected = [check.index for check in self._counted(checks, len(shards)) if check.index is not None]
+                if finished:
+                    rows = record.plan.files[file].rows
+                    self._check_index(file, range(first, first + rows), expected)
+
+    def _counted(self, checks: Iterator[ShardCheck], total: int) -> Iterator[ShardCheck]:
+        for check in checks:
+            self._found.extend(check.findings)
+            if check.object is not None:
+                self._referenced.add(check.object)
+            counts = {"shards": 1, "ok": check.ok, "failed": check.failed, "rejected": check.rejected}
+            counts |= {"samples": check.ok + check.failed + check.rejected}
+            counts |= {"tokens": check.tokens, "bytes": check.bytes}
+            for key, value in counts.items():
+                self._totals[key] += value
+            self._on_progress(self._totals["shards"], total, self._totals["bytes"])
+            yield check
+
+    def _check_index(self, file: int, rows: range, expected: Sequence[pa.Table]) -> None:
+        name = layout.index_name(file)
+        try:
+            table = read_index_file(self._store, file)
+        except ObjectNotFound:
+            self._found.add(name, f"missing: samples {rows.start}..{rows.stop - 1} are not in the index")
+            return
+        except FormatError as error:
+            self._found.add(name, str(error).removeprefix(f"{name}: "))
+            return
+        known = pa.concat_tables(expected) if expected else layout.INDEX_SCHEMA.empty_table()
+        for problem, samples in index_problems(table, known, rows):
+            self._found.add(name, problem, samples)
+
+    def _check_names(self, record: DatasetRecord) -> None:
+        """Objects of samples and index that the plan doesn't know would count samples twice."""
+        files = range(len(record.plan.files))
+        for folder, name_of in (("samples/", layout.samples_name), ("index/", layout.index_name)):
+            known = {name_of(file) for file in files}
+            for name, _ in self._store.list(folder):
+                if name not in known:
+                    self._found.add(name, "the plan has no such file")
+
+    def _check_summary(self, summary: Summary) -> None:
+        said = summary.model_dump()
+        for key in ("samples", "ok", "failed", "rejected", "tokens"):
+            if said[key] != self._totals[key]:
+                self._found.add(layout.SUMMARY, f"{key} is {said[key]}, the dataset has {self._totals[key]}")
+
+    def _reference_rows(self, record: DatasetRecord, count: int) -> list[dict[str, Any]]:
+        """Index rows of ``count`` good samples, spread evenly over the dataset."""
+        rows: list[dict[str, Any]] = []
+        total, seen = self._totals["ok"], 0
+        wanted = iter(sorted({i * total // max(1, count) for i in range(min(count, total))}))
+        target = next(wanted, None)
+        for file in range(len(record.plan.files)):
+            if target is None:
+                break
+            try:
+                table = read_index_file(self._store, file)
+            except (ObjectNotFound, FormatError):
+                continue
+            good = table.filter(pc.equal(table["status"], "ok"))
+            while target is not None and target < seen + len(good):
+                rows.extend(good.slice(target - seen, 1).to_pylist())
+                target = next(wanted, None)
+            seen += len(good)
+        return rows
+
+    def _orphans(self) -> tuple[int, int]:
+        sizes = [size for name, size in self._store.list("shards/") if name not in self._referenced]
+        return len(sizes), sum(sizes)
+
+    def _report(self, orphans: tuple[int, int], reference: ReferenceReport | None) -> VerifyReport:
+        return VerifyReport(
+            uri=self._store.uri,
+            findings=tuple(self._found),
+            more_findings=self._found.dropped,
+            shards=self._totals["shards"],
+            samples=self._totals["samples"],
+            ok_samples=self._totals["ok"],
+            tokens=self._totals["tokens"],
+            bytes=self._totals["bytes"],
+            orphans=orphans[0],
+            orphan_bytes=orphans[1],
+            seconds=time.monotonic() - self._started,
+            reference=reference,
+        )
+
+
+def _file_starts(record: DatasetRecord) -> Iterator[tuple[int, int]]:
+    first = 0
+    for file, planned in enumerate(record.plan.files):
+        yield file, first
+        first += planned.rows
+
+
+def index_problems(table: pa.Table, expected: pa.Table, rows: range) -> Iterator[tuple[str, list[str]]]:
+    """What is wrong with one index file, which must have each of ``rows`` once, in order.
+
+    Args:
+        table: the file's rows.
+        expected: what plan and commit records say, for the shards whose records are sound.
+    """
+    index = table["index"].to_numpy()
+    inside = (index >= rows.start) & (index < rows.stop)
+    counts = np.bincount(index[inside] - rows.start, minlength=len(rows))
+    names = dict(zip(expected["index"].to_pylist(), expected["sample_id"].to_pylist(), strict=True))
+
+    def named(positions: Sequence[int]) -> list[str]:
+        return [str(names.get(i, f"#{i}")) for i in positions]
+
+    if not inside.all():
+        yield f"rows that belong elsewhere, such as index {index[~inside][0]}", []
+    missing = (np.flatnonzero(counts == 0) + rows.start).tolist()
+    if missing:
+        yield "samples missing from the index", named(missing)
+    doubled = (np.flatnonzero(counts > 1) + rows.start).tolist()
+    if doubled:
+        yield "samples more than once in the index", named(doubled)
+    elif (np.diff(index) < 0).any():
+        yield "rows are out of order", []
+    place = np.full(len(rows), -1)
+    place[index[inside] - rows.start] = np.flatnonzero(inside)
+    wanted = place[expected["index"].to_numpy() - rows.start]
+    have, want = table.take(wanted[wanted >= 0]), expected.filter(pa.array(wanted >= 0))
+    for column in layout.INDEX_SCHEMA.names:
+        pairs = zip(want["index"].to_pylist(), have[column].to_pylist(), want[column].to_pylist(), strict=True)
+        wrong = [i for i, a, b in pairs if a != b]
+        if wrong:
+            yield f"{column} differs from plan and commit record", named(wrong)

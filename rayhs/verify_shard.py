@@ -1,0 +1,350 @@
+"""Check one shard against its plan rows and its commit record, reading the object in bounded chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from rayhs import codec, layout
+from rayhs.catalog import PlanReader, index_rows, read_commit
+from rayhs.codec import Array, StoredTensor, state_name
+from rayhs.errors import FormatError, ObjectNotFound
+from rayhs.findings import Finding, Findings
+from rayhs.layout import CommitRecord, DatasetRecord, ShardId
+from rayhs.shard_reader import ShardReader, check_tensors, open_shard
+from rayhs.store import Store
+
+_CHUNK = 8 * 2**20
+_PIECE = 2**20
+_EXPONENT = {"float32": (np.uint32, 0x7F800000), "float16": (np.uint16, 0x7C00), "bfloat16": (np.uint16, 0x7F80)}
+
+
+@dataclass
+class ShardCheck:
+    """The outcome for one shard; ``index`` is what the dataset's index must say of it."""
+
+    findings: list[Finding]
+    object: str | None = None
+    index: pa.Table | None = None
+    rejected: int = 0
+    failed: int = 0
+    ok: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """A good sample as plan and commit record have it.
+
+    ``token_ids`` and ``loss_mask`` are of the prompt alone, the mask all ones where none was planned.
+    """
+
+    sample_id: str
+    index: int
+    token_ids: Array
+    loss_mask: Array
+    start: int
+    tokens: int
+    checksum: str | None
+
+
+def check_shard(store: Store, record: DatasetRecord, plan: PlanReader, shard: ShardId) -> ShardCheck:
+    """Check everything about one shard. Damage becomes findings; only StoreError gets out."""
+    found = Findings()
+    check = ShardCheck([])
+    try:
+        rows = plan.rows(shard)
+        _check_rows(record, plan, shard, rows)
+    except (FormatError, ObjectNotFound) as error:
+        found.add(layout.samples_name(shard.file), f"{_without_name(error)}; shard {shard} can't be checked")
+        check.findings = list(found)
+        return check
+    try:
+        commit = _commit_of(store, shard, rows)
+        check.index = index_rows(rows, commit)
+    except (FormatError, ObjectNotFound) as error:
+        found.add(layout.commit_name(shard), _without_name(error), _planned_ids(rows))
+        check.findings = list(found)
+        return check
+    _count(check, commit, check.index)
+    if commit is not None and commit.object is not None:
+        check.object = commit.object
+        _check_object(store, record, commit, rows, found)
+    check.findings = list(found)
+    return check
+
+
+def _commit_of(store: Store, shard: ShardId, rows: pa.Table) -> CommitRecord | None:
+    """The shard's commit record; one without a planned row needs none."""
+    try:
+        return read_commit(store, shard)
+    except ObjectNotFound:
+        if not _planned_ids(rows):
+            return None
+        raise ObjectNotFound("missing: the shard was not committed; run rayhs extract again") from None
+
+
+def _planned_ids(rows: pa.Table) -> list[str]:
+    pairs = zip(rows["sample_id"].to_pylist(), rows["status"].to_pylist(), strict=True)
+    return [sample_id for sample_id, status in pairs if status == layout.PLANNED]
+
+
+def _check_rows(record: DatasetRecord, plan: PlanReader, shard: ShardId, rows: pa.Table) -> None:
+    """Raises FormatError where the rows of a samples file are not what ``dataset.json`` planned."""
+    first = plan.first_index(shard)
+    if not np.array_equal(rows["index"].to_numpy(), np.arange(first, first + len(rows))):
+        raise FormatError(f"the rows of shard {shard} are not samples {first}..{first + len(rows) - 1} in order")
+    if any(rows[f.name].null_count for f in layout.SAMPLES_SCHEMA if not f.nullable):
+        raise FormatError(f"the rows of shard {shard} have nulls where there must be none")
+    lengths = np.asarray(pc.list_value_length(rows["token_ids"]))
+    counted, planned = rows["num_tokens"].to_numpy(), record.plan.files[shard.file].shard_tokens[shard.group]
+    if not np.array_equal(lengths, counted) or counted.sum() != planned:
+        raise FormatError(f"the rows of shard {shard} have {counted.sum()} tokens, the plan has {planned}")
+
+
+def _count(check: ShardCheck, commit: CommitRecord | None, index: pa.Table) -> None:
+    status = index["status"].to_pylist()
+    check.ok, check.failed, check.rejected = (status.count(s) for s in ("ok", "failed", "rejected"))
+    check.tokens = int(index["num_tokens"].to_numpy().sum())
+    check.bytes = commit.object_bytes if commit is not None else 0
+
+
+def _expected(commit: CommitRecord, rows: pa.Table) -> list[_Expected]:
+    first = rows["index"][0].as_py()
+    places = zip(commit.index, commit.status, commit.token_start, commit.num_tokens, commit.checksum, strict=True)
+    samples = []
+    for index, status, start, tokens, checksum in places:
+        if status == "ok":
+            row = index - first
+            ids, mask = rows["token_ids"][row].values.to_numpy(), rows["loss_mask"][row].values
+            samples.append(
+                _Expected(
+                    rows["sample_id"][row].as_py(),
+                    index,
+                    ids,
+                    np.ones(len(ids), np.uint8) if mask is None else mask.to_numpy(),
+                    start,
+                    tokens,
+                    checksum,
+                )
+            )
+    return samples
+
+
+def _check_object(store: Store, record: DatasetRecord, commit: CommitRecord, rows: pa.Table, found: Findings) -> None:
+    name, samples = str(commit.object), _expected(commit, rows)
+    ids = [s.sample_id for s in samples]
+    size = store.size(name)
+    if size is None or size != commit.object_bytes:
+        problem = "missing" if size is None else f"{size} bytes, its commit record says {commit.object_bytes}"
+        found.add(name, problem, ids)
+        return
+    stream = ObjectStream(store, name, size)
+    try:
+        if record.shard_format == "parquet":
+            _check_parquet(store, record, name, samples, found)
+        else:
+            _check_tensors(stream, record, name, samples, found)
+    except FormatError as error:
+        found.add(name, _without_name(error), ids)
+    if stream.finish() != commit.object_checksum:
+        found.add(name, f"its xxh3_128 checksum differs from its commit record's {commit.object_checksum}")
+
+
+def _check_parquet(
+    store: Store, record: DatasetRecord, name: str, samples: Sequence[_Expected], found: Findings
+) -> None:
+    shard = open_shard(store, record, name)
+    _check_metadata(shard.metadata, record)
+    reader = ShardReader(store, record, record.layers)
+    for sample in samples:
+        try:
+            stored = reader.read(name, sample.index, sample.start, sample.tokens)
+        except FormatError as error:
+            found.add(name, _without_name(error).replace(f"; run rayhs verify {store.uri}", ""), [sample.sample_id])
+            continue
+        state = _SampleState(sample)
+        for layer in record.layers:
+            state.start_layer(layer, stored.states[layer].shape[1] * stored.states[layer].itemsize)
+            state.update(stored.states[layer].view(np.uint8).reshape(-1), record.dtype)
+        _report(found, name, sample, record, state, stored.token_ids, stored.loss_mask)
+
+
+def _check_tensors(
+    stream: ObjectStream, record: DatasetRecord, name: str, samples: Sequence[_Expected], found: Findings
+) -> None:
+    length = codec.header_length(bytes(stream.read(min(8, stream.left))), stream.left + 8)
+    tensors, metadata = codec.parse_header(bytes(stream.read(length)), stream.size)
+    _check_metadata(metadata, record)
+    tokens = check_tensors(tensors, record)
+    if tokens != sum(s.tokens for s in samples) or tensors["sample_index"].shape != (len(samples),):
+        raise FormatError(f"{tokens} tokens of {tensors['sample_index'].shape[0]} samples, the commit has others")
+    ordered = sorted(tensors.values(), key=lambda t: t.start)
+    if [t.name for t in ordered[: len(record.layers)]] != [state_name(k) for k in record.layers]:
+        raise FormatError("its tensors are not in ascending order of layers, states first")
+    states = [_SampleState(s) for s in samples]
+    for layer, tensor in zip(record.layers, ordered, strict=False):
+        for state in states:
+            _stream_states(stream, state, layer, tensor, record.dtype)
+    small = {t.name: codec.decode(t, bytes(stream.read(t.nbytes))) for t in ordered[len(record.layers) :]}
+    _check_places(small, samples)
+    for sample, state in zip(samples, states, strict=True):
+        part = slice(sample.start, sample.start + sample.tokens)
+        _report(found, name, sample, record, state, small["token_ids"][part], small["loss_mask"][part])
+
+
+def _check_metadata(metadata: Mapping[str, str], record: DatasetRecord) -> None:
+    """The identity that a shard repeats must be the dataset's, key by key."""
+    identity = record.model_dump(mode="json", exclude_none=True, exclude={"plan", "layers", "versions", "final_norm"})
+    identity |= {"plan": record.plan.fingerprint, "layers": ",".join(map(str, record.layers))}
+    for key, want in identity.items():
+        if metadata.get(key, str(want)) != str(want):
+            raise FormatError(f"its metadata says {key}={metadata[key]}, {layout.DATASET} says {want}")
+
+
+def _check_places(small: Mapping[str, Array], samples: Sequence[_Expected]) -> None:
+    ends = [0, *np.cumsum([s.tokens for s in samples]).tolist()]
+    if small["sample_index"].tolist() != [s.index for s in samples] or small["offsets"].tolist() != ends:
+        raise FormatError("its sample_index or offsets are not those of its commit record")
+
+
+def _stream_states(stream: ObjectStream, state: _SampleState, layer: int, tensor: StoredTensor, dtype: str) -> None:
+    row_bytes = tensor.shape[1] * tensor.dtype.itemsize
+    state.start_layer(layer, row_bytes)
+    left = state.expected.tokens * row_bytes
+    step = max(1, _PIECE // row_bytes) * row_bytes
+    while left:
+        piece = stream.read(min(left, step))
+        state.update(np.frombuffer(piece, np.uint8), dtype)
+        left -= len(piece)
+
+
+class _SampleState:
+    """What is learnt of one sample's states as their bytes pass by, a whole number of rows at a time."""
+
+    def __init__(self, expected: _Expected) -> None:
+        self.expected = expected
+        self.hash = xxhash.xxh3_64()
+        self.not_finite: set[int] = set()
+        self.zero: set[int] = set()
+        self.constant: set[int] = set()
+        self._first: Array | None = None
+        self._layer = 0
+
+    def start_layer(self, layer: int, row_bytes: int) -> None:
+        self._layer, self._row_bytes, self._first = layer, row_bytes, None
+        self.zero.add(layer)
+        # Equal tokens have equal states in many models; only different ones must differ.
+        if len(np.unique(self.expected.token_ids)) > 1:
+            self.constant.add(layer)
+
+    def update(self, data: Array, dtype: str) -> None:
+        """``data``: bytes of whole rows of the current layer."""
+        self.hash.update(data.data)
+        kind, exponent = _EXPONENT[dtype]
+        if ((data.view(kind) & exponent) == exponent).any():
+            self.not_finite.add(self._layer)
+        if self._layer in self.zero and data.any():
+            self.zero.discard(self._layer)
+        if self._layer in self.constant:
+            rows = data.reshape(-1, self._row_bytes)
+            if self._first is None:
+                self._first = rows[0].copy()
+            if not (rows == self._first).all():
+                self.constant.discard(self._layer)
+
+
+def _report(
+    found: Findings,
+    name: str,
+    sample: _Expected,
+    record: DatasetRecord,
+    state: _SampleState,
+    token_ids: Array,
+    loss_mask: Array,
+) -> None:
+    for problem in _problems(sample, record, state, token_ids, loss_mask):
+        found.add(name, problem, [sample.sample_id])
+
+
+def _problems(
+    sample: _Expected, record: DatasetRecord, state: _SampleState, token_ids: Array, loss_mask: Array
+) -> Iterator[str]:
+    if state.hash.hexdigest() != sample.checksum:
+        yield "states differ from the checksum in the commit record"
+    for layer in record.layers:
+        if layer in state.not_finite:
+            yield f"layer {layer} is not finite"
+        if layer in state.zero:
+            yield f"layer {layer} is all zero"
+        elif layer in state.constant:
+            yield f"layer {layer} is the same for every token"
+    prompt = len(sample.token_ids)
+    if not prompt <= len(token_ids) <= prompt + record.include_generated:
+        yield f"{len(token_ids)} tokens where the plan has another number"
+    elif not np.array_equal(token_ids[:prompt], sample.token_ids):
+        yield "token_ids differ from the plan's"
+    if not np.array_equal(loss_mask[:prompt], sample.loss_mask):
+        yield "loss_mask differs from the plan's"
+
+
+class ObjectStream:
+    """Reads an object front to back in chunks of 8 MiB and hashes it on the way."""
+
+    def __init__(self, store: Store, name: str, size: int) -> None:
+        self._store = store
+        self._name = name
+        self.size = size
+        self._fetched = 0
+        self._buffer = memoryview(b"")
+        self._hash = xxhash.xxh3_128()
+
+    @property
+    def left(self) -> int:
+        """Bytes not read yet."""
+        return self.size - self._fetched + len(self._buffer)
+
+    def read(self, count: int) -> memoryview:
+        """The next ``count`` bytes; raises FormatError past the end."""
+        if count > self.left:
+            raise FormatError(f"ends {count - self.left} bytes early")
+        if count <= len(self._buffer):
+            part, self._buffer = self._buffer[:count], self._buffer[count:]
+            return part
+        joined = bytearray(self._buffer)
+        self._buffer = memoryview(b"")
+        while len(joined) < count:
+            chunk = self._fetch()
+            taken = min(len(chunk), count - len(joined))
+            joined += chunk[:taken]
+            self._buffer = chunk[taken:]
+        return memoryview(joined)
+
+    def finish(self) -> str:
+        """Read what is left; the xxh3_128 of the whole object in hex."""
+        while self._fetched < self.size:
+            self._fetch()
+        return self._hash.hexdigest()
+
+    def _fetch(self) -> memoryview:
+        length = min(_CHUNK, self.size - self._fetched)
+        (chunk,) = self._store.get_ranges(self._name, [(self._fetched, length)])
+        self._fetched += length
+        self._hash.update(chunk)
+        return memoryview(chunk)
+
+
+def _without_name(error: Exception) -> str:
+    """The message without the object name in front, which the finding states itself."""
+    text = str(error)
+    head, separator, rest = text.partition(": ")
+    return rest if separator and "/" in head and " " not in head else text
+
+
+__all__ = ["ObjectStream", "ShardCheck", "check_shard"]

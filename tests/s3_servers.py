@@ -1,0 +1,131 @@
+"""Real S3 servers for tests, as pytest fixtures: moto's server and Ceph's RADOS Gateway.
+
+`s3_uri` runs a test once on each, `moto_uri` and `ceph_uri` on one: a fresh bucket, with the usual AWS
+variables set for it and every other AWS setting of the machine hidden. Ceph needs root and Debian's
+packages: apt-get install -y --no-install-recommends ceph-mon ceph-osd radosgw ceph-common
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CEPH_SCRIPT = Path(__file__).parent / "servers" / "ceph-rgw.sh"
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A running server and the keys of a user who may do everything."""
+
+    name: str
+    endpoint: str
+    access_key: str
+    secret_key: str
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+    def client(self) -> Any:
+        """A botocore client, to look at the server past rayhs."""
+        import botocore.session
+
+        return botocore.session.Session().create_client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+        )
+
+    def new_bucket(self) -> str:
+        bucket = f"test-{secrets.token_hex(6)}"
+        self.client().create_bucket(Bucket=bucket)
+        return bucket
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def use(monkeypatch: pytest.MonkeyPatch, home: Path, server: S3Server | None) -> None:
+    """Hide the machine's AWS settings and set the server's (none of any when None)."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(home / "aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(home / "aws-credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name, value in (server.environment() if server else {}).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="session")
+def moto_server() -> Iterator[S3Server]:
+    """moto's S3 in a thread of this process; it checks no signatures."""
+    server_module = pytest.importorskip("moto.server", reason="moto is not installed (moto[server])")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield S3Server("moto", f"http://{host}:{port}", "moto-access-key", "moto-secret-key")
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def ceph_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One Ceph RADOS Gateway for the session; about 7 s to start."""
+    if shutil.which("radosgw") is None or shutil.which("ceph-osd") is None:
+        pytest.skip("Ceph is not installed (apt-get install ceph-mon ceph-osd radosgw ceph-common)")
+    if os.geteuid() != 0:
+        pytest.skip("Ceph's start script needs root")
+    folder = tmp_path_factory.mktemp("ceph")
+    command = [str(CEPH_SCRIPT), "start", str(folder), str(free_port())]
+    try:
+        started = subprocess.run(command, capture_output=True, text=True, timeout=180)
+        assert started.returncode == 0, started.stderr
+        values = dict(line.split("=", 1) for line in started.stdout.splitlines())
+        keys = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+        yield S3Server("ceph", *(values[key] for key in keys))
+    finally:
+        subprocess.run([str(CEPH_SCRIPT), "stop", str(folder)], stderr=subprocess.DEVNULL, timeout=120, check=True)
+
+
+@pytest.fixture(params=["moto", "ceph"])
+def s3_server(request: pytest.FixtureRequest) -> S3Server:
+    server: S3Server = request.getfixturevalue(f"{request.param}_server")
+    return server
+
+
+@pytest.fixture
+def s3_uri(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """``s3://<fresh bucket>/data``, once on each server."""
+    use(monkeypatch, tmp_path, s3_server)
+    return f"s3://{s3_server.new_bucket()}/data"
+
+
+@pytest.fixture
+def moto_uri(moto_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    use(monkeypatch, tmp_path, moto_server)
+    return f"s3://{moto_server.new_bucket()}/data"
+
+
+@pytest.fixture
+def ceph_uri(ceph_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    use(monkeypatch, tmp_path, ceph_server)
+    return f"s3://{ceph_server.new_bucket()}/data"

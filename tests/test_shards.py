@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayhs.codec import STATE_DTYPES, build_header, staged_specs
+from rayhs.errors import SampleError, StoreError
+from rayhs.fake import fake_states
+from rayhs.layout import CommitRecord, ShardId, commit_name
+from rayhs.shards import FailedSample, GoodSample, PlannedSample, ShardSpec, check_states, read_staged, write_shard
+from rayhs.store import Store, open_store
+
+LAYERS = (1, 3)
+HIDDEN = 16
+
+
+def spec(**changes: Any) -> ShardSpec:
+    values: dict[str, Any] = {
+        "layers": LAYERS,
+        "hidden": HIDDEN,
+        "engine_dtype": "float32",
+        "dtype": "float32",
+        "format": "safetensors",
+        "metadata": {"model": "m"},
+    }
+    return ShardSpec(**{**values, **changes})
+
+
+def staged(tokens: list[int], dtype: str = "float32", layers: tuple[int, ...] = LAYERS) -> memoryview:
+    specs = staged_specs(layers, HIDDEN, dtype, len(tokens))
+    states = [fake_states(tokens, k, HIDDEN, dtype).tobytes() for k in layers]
+    return memoryview(b"".join([build_header(specs, {}), *states, np.asarray(tokens, np.int32).tobytes()]))
+
+
+def planned(index: int, tokens: list[int]) -> PlannedSample:
+    return PlannedSample(index, f"row-{index}", np.asarray(tokens, np.int32), None)
+
+
+def good(index: int, tokens: list[int], shard_spec: ShardSpec) -> GoodSample:
+    return read_staged(staged(tokens, shard_spec.engine_dtype), planned(index, tokens), shard_spec)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_shard_is_readable_by_the_safetensors_package(tmp_path: Path, dtype: str) -> None:
+    store = open_store(str(tmp_path))
+    shard_spec = spec(dtype=dtype)
+    prompts = [[1, 2, 3], [9], [4, 4, 5, 6]]
+    results = [good(i, p, shard_spec) for i, p in enumerate(prompts)]
+    record = write_shard(store, ShardId(0, 2), results, shard_spec)
+
+    with safetensors.safe_open(tmp_path / str(record.object), "pt") as file:
+        assert file.metadata()["shard"] == "00000-0002"
+        assert file.get_tensor("offsets").tolist() == [0, 3, 4, 8]
+        assert file.get_tensor("sample_index").tolist() == [0, 1, 2]
+        assert file.get_tensor("token_ids").tolist() == [1, 2, 3, 9, 4, 4, 5, 6]
+        assert file.get_tensor("loss_mask").tolist() == [1] * 8
+        for layer in LAYERS:
+            want = np.concatenate([fake_states(p, layer, HIDDEN) for p in prompts]).astype(STATE_DTYPES[dtype])
+            got = file.get_tensor(f"hidden_states.{layer}").float().numpy()
+            assert np.array_equal(got, want.astype(np.float32))
+
+
+def test_the_commit_record_tells_sizes_checksums_and_failures(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    results = [good(5, [1, 2], spec()), FailedSample(planned(6, [3]), "refused"), good(7, [4, 5, 6], spec())]
+    write_shard(store, ShardId(1, 0), results, spec())
+    record = CommitRecord.from_bytes(store.get("commits/00001-0000.json"), "commit")
+
+    data = store.get(record.object)
+    assert record.object_bytes == len(data)
+    assert record.object_checksum == xxhash.xxh3_128(data).hexdigest()
+    assert record.index == [5, 6, 7]
+    assert record.status == ["ok", "failed", "ok"]
+    assert record.reason == [None, "refused", None]
+    assert record.token_start == [0, 0, 2] and record.num_tokens == [2, 0, 3]
+    states = b"".join(fake_states([4, 5, 6], k, HIDDEN).tobytes() for k in LAYERS)
+    assert record.checksum[2] == xxhash.xxh3_64(states).hexdigest()
+
+
+def test_a_shard_without_any_good_sample_has_no_object(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    record = write_shard(store, ShardId(0, 0), [FailedSample(planned(0, [1]), "refused")], spec())
+    assert record.object is None
+    assert [name for name, _ in store.list("")] == [commit_name(ShardId(0, 0))]
+
+
+def test_no_commit_record_without_an_acknowledged_object(tmp_path: Path) -> None:
+    class Refusing:
+        def __init__(self, store: Store) -> None:
+            self._store = store
+
+        def put_stream(self, name: str, chunks: Any, size: int) -> None:
+            for _ in chunks:
+                pass
+            raise StoreError("refused")
+
+        def put(self, name: str, data: bytes) -> None:
+            self._store.put(name, data)
+
+    store = open_store(str(tmp_path))
+    with pytest.raises(StoreError):
+        write_shard(Refusing(store), ShardId(0, 0), [good(0, [1, 2], spec())], spec())  # type: ignore[arg-type]
+    assert list(store.list("")) == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "sample", "message"),
+    [
+        (staged([1, 2]), planned(0, [1, 2, 3]), "2 tokens came back for a prompt of 3"),
+        (staged([1, 2, 4]), planned(0, [1, 2, 3]), "of other tokens"),
+        (staged([1, 2, 3, 4]), planned(0, [1, 2, 3]), "4 tokens came back for a prompt of 3"),
+        (staged([1, 2], layers=(1, 2)), planned(0, [1, 2]), "layers"),
+        (staged([1, 2])[:-8], planned(0, [1, 2]), "wrong states"),
+    ],
+)
+def test_states_of_something_else_are_refused(memory: memoryview, sample: PlannedSample, message: str) -> None:
+    with pytest.raises(SampleError, match=message):
+        read_staged(memory, sample, spec())
+
+
+def test_generated_tokens_are_kept_and_masked_in() -> None:
+    sample = PlannedSample(0, "a", np.asarray([1, 2, 3], np.int32), np.asarray([0, 1, 0], np.uint8))
+    result = read_staged(staged([1, 2, 3, 8, 9]), sample, spec(include_generated=2))
+    assert result.token_ids.tolist() == [1, 2, 3, 8, 9]
+    assert result.loss_mask.tolist() == [0, 1, 0, 1, 1]
+
+
+def damage(kind: str, states: np.ndarray) -> np.ndarray:
+    states = states.copy()
+    if kind == "nan":
+        states[3, 5] = np.nan
+    elif kind == "infinite":
+        states[-1, -1] = -np.inf
+    elif kind == "zero":
+        states[:] = 0
+        states[0, 0] = -0.0
+    elif kind == "constant":
+        states[:] = states[0]
+    return states
+
+
+@pytest.mark.parametrize("dtype", list(STATE_DTYPES))
+@pytest.mark.parametrize(("kind", "message"), [("nan", "finite"), ("infinite", "not finite"), ("zero", "zero"), ("constant", "constant")])
+def test_bad_states_are_refused(kind: str, message: str, dtype: str) -> None:
+    tokens = np.arange(9)
+    states = fake_states(tokens.tolist(), 1, HIDDEN).astype(STATE_DTYPES[dtype])
+    check_states(states, tokens, 1)
+    with pytest.raises(SampleError, match=f"{message}.*layer 1"):
+        check_states(damage(kind, states), tokens, 1)
+
+
+def test_constant_states_are_right_where_all_tokens_are_the_same() -> None:
+    states = damage("constant", fake_states([7] * 9, 1, HIDDEN))
+    check_states(states, np.full(9, 7), 1)
+
+
+def test_states_that_overflow_the_stored_dtype_fail_the_sample() -> None:
+    tokens = [1, 2, 3]
+    specs = staged_specs(LAYERS, HIDDEN, "float32", 3)
+    states = [(fake_states(tokens, k, HIDDEN) * 1e6).tobytes() for k in LAYERS]
+    memory = memoryview(b"".join([build_header(specs, {}), *states, np.asarray(tokens, np.int32).tobytes()]))
+    with pytest.raises(SampleError, match="not finite"):
+        read_staged(memory, planned(0, tokens), spec(dtype="float16"))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=40), min_size=1, max_size=8))
+def test_every_sample_is_where_the_record_says(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) -> None:
+    store = open_store(str(tmp_path_factory.mktemp("store")))
+    record = write_shard(store, ShardId(0, 0), [good(i, p, spec()) for i, p in enumerate(prompts)], spec())
+    path = Path(store.uri) / str(record.object)
+    with safetensors.safe_open(path, "np") as file:
+        for layer in LAYERS:
+            states = file.get_slice(f"hidden_states.{layer}")
+            for prompt, start, count in zip(prompts, record.token_start, record.num_tokens, strict=True):
+                assert np.array_equal(states[start : start + count], fake_states(prompt, layer, HIDDEN))
