@@ -23,6 +23,7 @@ $(STAMP): pyproject.toml constraints.txt tools/install tools/excludes.txt
 	@touch $@
 
 demo: $(STAMP)
+	rm -rf demo-output
 	$(BIN)/rayhs demo $(ARGS)
 
 test: $(STAMP)

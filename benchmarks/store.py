@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,13 @@ def cut(data: memoryview, chunk: int) -> Iterator[memoryview]:
         yield data[start : start + chunk]
 
 
-def rate(size: int, rounds: int, action: Callable[[int], object]) -> float:
-    seconds = []
-    for i in range(rounds):
-        begin = time.perf_counter()
-        action(i)
-        seconds.append(time.perf_counter() - begin)
-    return round(size / MIB / statistics.median(seconds), 1)
+Seconds = dict[tuple[str, str], list[float]]
+
+
+def timed(seconds: Seconds, key: tuple[str, str], action: Callable[[], object]) -> None:
+    begin = time.perf_counter()
+    action()
+    seconds.setdefault(key, []).append(time.perf_counter() - begin)
 
 
 def show(**fields: object) -> None:
@@ -71,20 +72,14 @@ def local(folder: str, size: int, rounds: int) -> None:
     data = np.random.default_rng(0).integers(0, 256, size, np.uint8).data
     try:
         for chunk in (64 * KIB, MIB, 8 * MIB):
-            seconds: dict[str, list[float]] = {way: [] for way in ways}
-            for i in range(rounds):  # turn by turn, so that a slow spell of the disk hits all alike
+            seconds = Seconds()
+            for _ in range(rounds):  # turn by turn, so that a slow spell of the disk hits all alike
                 for way, put in ways.items():
-                    begin = time.perf_counter()
-                    put(f"{way}-{i % 2}", cut(data, chunk), size)
-                    seconds[way].append(time.perf_counter() - begin)
-                    os.unlink(os.path.join(root, f"{way}-{i % 2}"))
-            rates = {way: round(size / MIB / statistics.median(s)) for way, s in seconds.items()}
-            show(
-                folder=folder,
-                chunk_kib=chunk // KIB,
-                **rates,
-                rayhs_over_plain=round(rates["rayhs"] / rates["plain"], 2),
-            )
+                    timed(seconds, (way, "put"), partial(put, way, cut(data, chunk), size))
+                    os.unlink(os.path.join(root, way))
+            rates = {way: round(size / MIB / statistics.median(seconds[way, "put"])) for way in ways}
+            ratio = round(rates["rayhs"] / rates["plain"], 2)
+            show(folder=folder, chunk_kib=chunk // KIB, **rates, rayhs_over_plain=ratio)
     finally:
         shutil.rmtree(root)
 
@@ -150,19 +145,21 @@ def s3(uri: str, size: int, rounds: int) -> None:
     os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
     data = np.random.default_rng(0).integers(0, 256, size, np.uint8).data
     ranges = [(start, 4 * MIB) for start in range(0, size - 4 * MIB, size // 12)]
-    run = secrets.token_hex(4)
-    for way, (put, get_ranges) in s3_ways(uri).items():
-        name = f"bench-{run}/{way}"
-        put(name, cut(data, MIB), size)
-        show(
-            library=way,
-            mib=size // MIB,
-            put=rate(size, rounds, lambda i, put=put, name=name: put(name, cut(data, MIB), size)),
-            whole=rate(size, rounds, lambda i, get=get_ranges, name=name: get(name, [(0, size)])),
-            ranges=rate(4 * MIB * len(ranges), rounds, lambda i, get=get_ranges, name=name: get(name, ranges)),
-        )
-    store = open_store(uri)
-    store.delete(name for name, _ in store.list(f"bench-{run}"))
+    run, seconds, store = f"bench-{secrets.token_hex(4)}", Seconds(), open_store(uri)
+    ways = s3_ways(uri)
+    for i in range(rounds + 1):  # turn by turn, so that a slow spell of the server hits all alike
+        for way, (put, get_ranges) in ways.items():
+            name = f"{run}/{way}"
+            timed(seconds, (way, "put"), partial(put, name, cut(data, MIB), size))
+            timed(seconds, (way, "whole"), partial(get_ranges, name, [(0, size)]))
+            timed(seconds, (way, "ranges"), partial(get_ranges, name, ranges))
+            if i == 0:
+                seconds.clear()  # connections are being made
+    sizes = {"put": size, "whole": size, "ranges": 4 * MIB * len(ranges)}
+    for way in ways:
+        rates = {what: round(n / MIB / statistics.median(seconds[way, what])) for what, n in sizes.items()}
+        show(library=way, mib=size // MIB, **rates)
+    store.delete(name for name, _ in store.list(run))
 
 
 def main() -> None:

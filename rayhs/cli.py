@@ -83,9 +83,10 @@ def extract(run: RunFile, override: Override = None, json: Json = False) -> None
     config = load_config(run, override or ())
     with results_apart() as out:
         from rayhs.cli_progress import RunProgress
-        from rayhs.pipeline import run_extract
 
         with RunProgress() as progress:
+            from rayhs.pipeline import run_extract
+
             result = run_extract(config, progress)
         if json:
             print_json({"uri": result.uri, "exit_code": result.exit_code, **result.summary.model_dump()}, out)
@@ -105,9 +106,10 @@ def plan(run: RunFile, override: Override = None, json: Json = False) -> None:
     config = load_config(run, override or ())
     with results_apart() as out:
         from rayhs.cli_progress import RunProgress
-        from rayhs.pipeline import run_plan
 
         with RunProgress() as progress:
+            from rayhs.pipeline import run_plan
+
             result = run_plan(config, progress)
         if json:
             print_json(asdict(result), out)
@@ -127,9 +129,9 @@ def demo(
     from rayhs.store import open_store
 
     with results_apart() as out:
-        from rayhs.demo import run_demo
-
         with RunProgress() as progress:
+            from rayhs.demo import run_demo
+
             result = run_demo(output, documents, progress)
         print_run(result, out)
         store = open_store(result.uri)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 5.0
 BEAT_SECONDS = 20.0
+_RATE_SECONDS = 2.0  # a rate over less says nothing
 _UNITS = {"planning": "rows", "starting": "replicas", "extracting": "samples", "indexing": "files"}
 
 
@@ -90,6 +91,7 @@ class RunProgress(_Display):
 
     def __enter__(self) -> RunProgress:
         self._enter()
+        self.update("preparing", 0, None, "model, prompts and Ray")
         return self
 
     def __init__(self) -> None:
@@ -111,8 +113,10 @@ class RunProgress(_Display):
             of = f" of {progress.total:,}" if progress.total is not None else ""
             parts.append(f"{progress.done:,}{of} {_UNITS.get(progress.phase, '')}".rstrip())
         if progress.tokens:
-            rate = progress.tokens / max(time.monotonic() - self._phase_started, 1e-3)
-            parts.append(f"{progress.tokens:,} tokens, {rate:,.0f} tokens/s")
+            parts.append(f"{progress.tokens:,} tokens")
+            seconds = time.monotonic() - self._phase_started
+            if seconds >= _RATE_SECONDS:
+                parts.append(f"{progress.tokens / seconds:,.0f} tokens/s")
         if progress.bytes:
             parts.append(nbytes(progress.bytes))
         if progress.message:

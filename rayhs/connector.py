@@ -92,7 +92,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._pinned_bytes = int(extra("pinned_bytes", DEFAULT_PINNED_BYTES))
         # Scheduler side.
         self._finished: list[Save] = []
-        self._tainted: set[str] = set()
+        self._unwritten_from: dict[str, int] = {}
         # Worker side.
         self._queue: deque[Save] = deque()
         self._copier: BlockCopier | None = None
@@ -107,21 +107,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return None
 
     def build_connector_meta(self, scheduler_output: Any) -> SaveMetadata:
-        self._taint_skipped_step(scheduler_output)
+        for req, first in _left_out(scheduler_output, self._max_model_len - self._spec_tokens).items():
+            self._unwritten_from[req] = min(first, self._unwritten_from.get(req, first))
         metadata = SaveMetadata(self._finished)
         self._finished = []
         return metadata
-
-    def _taint_skipped_step(self, scheduler_output: Any) -> None:
-        # vLLM leaves the drafter out of a whole step when one of its sequences comes within
-        # num_speculative_tokens of max_model_len; that step's states are never written.
-        scheduled = scheduler_output.num_scheduled_tokens
-        cached = scheduler_output.scheduled_cached_reqs
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
-        longest = max((computed.get(req, 0) + count for req, count in scheduled.items()), default=0)
-        if longest + self._spec_tokens > self._max_model_len:
-            self._tainted.update(scheduled)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -131,8 +121,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Queue the finished request's states; its blocks stay until they are staged."""
-        tainted = request.request_id in self._tainted
-        self._tainted.discard(request.request_id)
+        unwritten_from = self._unwritten_from.pop(request.request_id, None)
         if request.status.name == "FINISHED_ABORTED":
             return False, None
         params = request.kv_transfer_params or {}
@@ -141,20 +130,22 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return False, {"hidden_states_error": f"rayhs_key {key!r} is not a file name of letters, digits, . _ -"}
         # The last sampled token was never an input, so it has no state.
         token_ids = list(request.all_token_ids)[:-1] if params.get("include_output_tokens") else request.prompt_token_ids
-        reason = self._why_not(request, token_ids, block_ids, tainted)
+        reason = self._why_not(request, token_ids, block_ids, unwritten_from)
         if reason is not None:
             self._area.fail(key, f"not extracted: {reason}")
             return False, {"hidden_states_error": reason}
         self._finished.append(Save(request.request_id, key, list(token_ids), list(block_ids)))
         return True, {"hidden_states_path": str(self._area.path(key))}
 
-    def _why_not(self, request: Any, token_ids: Any, block_ids: list[int], tainted: bool) -> str | None:
+    def _why_not(
+        self, request: Any, token_ids: Any, block_ids: list[int], unwritten_from: int | None
+    ) -> str | None:
         if not token_ids:
             return "the prompt has no token ids (prompt embeddings can't be extracted)"
-        if tainted:
+        if unwritten_from is not None and unwritten_from < len(token_ids):
             return (
-                f"vLLM skipped extraction in a step with a sequence at max_model_len {self._max_model_len}; "
-                "keep prompt and output tokens at least 2 below it"
+                f"vLLM left the states out from token {unwritten_from} on, as a sequence of the step reached "
+                f"max_model_len {self._max_model_len}; keep prompt and output tokens 2 below it"
             )
         if request.num_computed_tokens < len(token_ids) or len(block_ids) * self._block_size < len(token_ids):
             return f"only {request.num_computed_tokens} of {len(token_ids)} tokens were computed"
@@ -239,6 +230,20 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         layout: str | None = ExampleHiddenStatesConnector.get_required_kvcache_layout(vllm_config)
         return layout
+
+
+def _left_out(scheduler_output: Any, longest_allowed: int) -> dict[str, int]:
+    """Requests whose states a step will not write, each with its first token that is left out.
+
+    vLLM runs a whole step without the drafter, without a word, when one of its sequences comes
+    within num_speculative_tokens of max_model_len.
+    """
+    scheduled = scheduler_output.num_scheduled_tokens
+    cached = scheduler_output.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
+    longest = max((computed[req] + count for req, count in scheduled.items()), default=0)
+    return {req: computed[req] for req in scheduled} if longest > longest_allowed else {}
 
 
 def _state_group(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:

@@ -12,10 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rayhs.catalog import PlanReader, committed_shards, partial_index, read_dataset_record, read_index, read_summary
+from rayhs.catalog import committed_shards, read_dataset_record, read_summary
 from rayhs.config import StorageConfig
 from rayhs.errors import ConfigError, IncompleteDataset, SampleError
+from rayhs.index_table import partial_index, read_index
 from rayhs.layout import DatasetRecord, Summary
+from rayhs.plan_reader import PlanReader
 from rayhs.sample import LayerStates, Sample
 from rayhs.shard_reader import ShardReader
 from rayhs.store import Store, open_store
@@ -125,8 +127,9 @@ class Dataset:
             raise IndexError(f"sample {position} of a dataset of {len(self)} samples")
         row = self._row(position % len(self))
         if row["status"] != "ok":
+            what = "failed" if row["status"] == "failed" else "was rejected"
             why = row["reason"] or "no reason recorded"
-            raise SampleError(f"sample {row['sample_id']} (position {position}) was {row['status']}: {why}")
+            raise SampleError(f"sample {row['sample_id']} (position {position}) {what}: {why}")
         stored = self._shards.read(row["shard"], row["index"], row["token_start"], row["num_tokens"])
         return Sample(
             sample_id=row["sample_id"],

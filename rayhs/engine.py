@@ -15,6 +15,9 @@ from rayhs.model import ModelInfo, engine_dtype
 from rayhs.staging import StagingArea
 
 
+_CPU_CACHE_MOST_GIB = 16
+
+
 class Engine(Protocol):
     """Turns token ids into a staged sample; many calls of `extract` run at once."""
 
@@ -85,6 +88,13 @@ def engine_arguments(config: RunConfig, layers: Sequence[int], area: StagingArea
     return {**ours, **engine.vllm}
 
 
+def _cpu_cache_gib() -> int:
+    # vLLM's own default takes most of the host's memory, and refuses to start where others use some.
+    with open("/proc/meminfo") as file:
+        available_kib = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    return max(1, min(_CPU_CACHE_MOST_GIB, available_kib // 2**20 // 8))
+
+
 def _executor(engine: EngineConfig) -> str | None:
     # Always set: inside a placement group vLLM would choose Ray by itself.
     if engine.tensor_parallel_size == 1 and engine.distributed_executor != "ray":
@@ -113,6 +123,8 @@ class VllmEngine:
         # A forked core hangs for ever once its parent has run torch.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if device() == "cpu":
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_cpu_cache_gib()))
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -124,7 +136,7 @@ class VllmEngine:
     async def extract(self, key: str, token_ids: Sequence[int]) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         transfer = {"rayhs_key": key, "include_output_tokens": self._generated > 0}
         sampling = SamplingParams(
@@ -140,7 +152,7 @@ class VllmEngine:
                 pass
         except EngineDeadError as error:
             raise EngineError(f"the engine died: {_one_line(error)}") from error
-        except (ValueError, TypeError, EngineGenerateError) as error:
+        except _request_errors() as error:
             raise SampleError(f"refused by the engine: {_one_line(error)}") from None
         refused = ((answer and answer.kv_transfer_params) or {}).get("hidden_states_error")
         if refused:
@@ -150,6 +162,15 @@ class VllmEngine:
         if self._llm is not None:
             with contextlib.suppress(TimeoutError):
                 self._llm.shutdown()
+
+
+def _request_errors() -> tuple[type[Exception], ...]:
+    # vLLM gave its errors a common base in 0.27; before, a refused request was a ValueError.
+    import vllm.exceptions
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    base: type[Exception] = getattr(vllm.exceptions, "VLLMError", ValueError)
+    return (base, ValueError, TypeError, EngineGenerateError)
 
 
 def _one_line(error: BaseException) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import ray.data
 
 _ACTOR_RESTARTS = 3
+_MAX_TASKS = 20_000
 
 
 class Extractor:
@@ -124,14 +125,10 @@ class ReplicaPlan:
         return "ray" if self.bundles else "mp"
 
     def actor_arguments(self) -> dict[str, Any]:
-        """Remote arguments of the actor; retries are bounded, Ray's defaults are not."""
-        arguments: dict[str, Any] = {
-            "num_cpus": 0 if self.bundles else self.cpus,
-            "max_restarts": _ACTOR_RESTARTS,
-            "max_task_retries": _ACTOR_RESTARTS,
-        }
-        if self.gpus:
-            arguments["num_gpus"] = self.gpus
+        """Remote arguments of one more actor; retries are bounded, Ray's defaults are not."""
+        arguments: dict[str, Any] = {"max_restarts": _ACTOR_RESTARTS, "max_task_retries": _ACTOR_RESTARTS}
+        if self.bundles:
+            arguments["scheduling_strategy"] = _placement(self.bundles)
         return arguments
 
 
@@ -148,9 +145,6 @@ def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan, in_flight
         max_concurrent_calls_per_actor=in_flight,
         enable_true_multi_threading=True,
     )
-    arguments = plan.actor_arguments()
-    if plan.bundles:
-        arguments["ray_remote_args_fn"] = _placed(plan.bundles)
     rows: list[dict[str, Any]] = [{"shard": str(shard)} for shard in shards]
     blocks = min(len(rows), _MAX_TASKS)
     return ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
@@ -159,21 +153,15 @@ def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan, in_flight
         batch_size=None,
         batch_format="numpy",
         compute=pool,
-        **arguments,
+        num_cpus=0 if plan.bundles else plan.cpus,
+        num_gpus=plan.gpus or None,
+        ray_remote_args_fn=plan.actor_arguments,
     )
 
 
-_MAX_TASKS = 20_000
+def _placement(bundles: list[dict[str, float]]) -> Any:
+    import ray.util
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-
-def _placed(bundles: list[dict[str, float]]) -> Any:
-    def place() -> dict[str, Any]:
-        import ray.util
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        group = ray.util.placement_group(bundles, strategy="PACK")
-        return {
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
-        }
-
-    return place
+    group = ray.util.placement_group(bundles, strategy="PACK")
+    return PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
+
+import xxhash
 
 from rayhs.config import PromptsConfig, StorageConfig
 from rayhs.errors import InputError, RayhsError
@@ -22,7 +24,9 @@ FileFormat = Literal["jsonl", "parquet", "arrow"]
 
 _SUFFIXES: dict[str, FileFormat] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _BUFFER_BYTES = 4 * 2**20
+_HASHED_WHOLE_BYTES = 2**30
 _GLOB = "*?["
+_VERSION_KEYS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated")  # back ends differ
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class InputFile:
     """One file of the input.
 
     ``source`` is the URL that leads to the file system, ``path`` the file in it; ``label`` is what
-    sample ids and messages call the file, unique within an input. ``stamp`` is size and modification
-    time or etag.
+    sample ids and messages call the file, unique within an input. ``size`` is in bytes where the file
+    system tells; ``version`` is its etag or time of modification.
     """
 
     source: str
@@ -40,7 +44,8 @@ class InputFile:
     format: FileFormat
     gzip: bool
     local: bool
-    stamp: str
+    size: int | None
+    version: str
 
     @property
     def sequential(self) -> bool:
@@ -86,9 +91,10 @@ def discover(prompts: PromptsConfig, storage: StorageConfig) -> list[InputFile]:
             found += _expand(path, url, prompts, storage)
     seen: set[tuple[str, str]] = set()
     for file in found:
-        if (file.source.partition("://")[0], file.path) in seen:
+        place = ("" if file.local else file.source.partition("://")[0], file.path)
+        if place in seen:
             raise InputError(f"{file.path}: named twice in prompts.path; its rows would be extracted twice")
-        seen.add((file.source.partition("://")[0], file.path))
+        seen.add(place)
     if len({file.format for file in found}) > 1:
         raise InputError(
             f"{paths[0]}: holds files of several formats; name those of one format, for example with a glob"
@@ -154,13 +160,8 @@ def _file(name: str, url: str, filesystem: Any, prompts: PromptsConfig) -> Input
     protocol = filesystem.protocol if isinstance(filesystem.protocol, str) else filesystem.protocol[0]
     info = filesystem.info(name)
     local = protocol in ("file", "local")
-    return InputFile(url, name, name, file_format, compressed, local, _stamp(info))
-
-
-def _stamp(info: dict[str, Any]) -> str:
-    times = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated")
-    version = next((info[key] for key in times if info.get(key) is not None), "")
-    return f"{info.get('size')} {version}"
+    versions = (str(info[key]) for key in _VERSION_KEYS if info.get(key) is not None)
+    return InputFile(url, name, name, file_format, compressed, local, info.get("size"), next(versions, ""))
 
 
 def _labelled(files: list[InputFile]) -> list[InputFile]:
@@ -169,7 +170,24 @@ def _labelled(files: list[InputFile]) -> list[InputFile]:
     labels = [posixpath.relpath(file.path, common) if common else file.path for file in files]
     if len(set(labels)) < len(labels):  # the same path in two file systems
         labels = [f"{file.source}/{file.path}" for file in files]
-    return [
-        InputFile(f.source, f.path, label, f.format, f.gzip, f.local, f.stamp)
-        for f, label in zip(files, labels, strict=True)
-    ]
+    return [replace(file, label=label) for file, label in zip(files, labels, strict=True)]
+
+
+def fingerprint_files(files: Sequence[InputFile], storage: StorageConfig) -> str:
+    """A hash of what the files hold: of their bytes where all are local and small together (a copy
+    elsewhere gives the same), else of sizes and etags or times.
+
+    Raises:
+        InputError: a file can't be read.
+    """
+    digest = xxhash.xxh3_128()
+    whole = all(file.local for file in files) and sum(file.size or 0 for file in files) <= _HASHED_WHOLE_BYTES
+    for file in files:
+        digest.update(f"{file.label}\0{file.format}\0{file.size}\0".encode())
+        if not whole:
+            digest.update(f"{file.version}\0".encode())
+            continue
+        with reading(file.path), open_file(file, storage) as raw:
+            while piece := raw.read(_BUFFER_BYTES):
+                digest.update(piece)
+    return digest.hexdigest()

@@ -11,7 +11,7 @@ import xxhash
 
 from rayhs.config import RunConfig
 from rayhs.errors import ConfigError
-from rayhs.tokenizer import TokenizerSource, fake_shape, first_line, load_tokenizer
+from rayhs.tokenizer import TokenizerSource, fake_shape, first_line, open_tokenizer
 
 FAKE_VOCABULARY = 1024
 FAKE_POSITIONS = 131_072
@@ -87,7 +87,7 @@ def state_dtype(config: RunConfig, model: ModelInfo) -> str:
 
 
 def _describe_fake(config: RunConfig, layers: int, hidden: int) -> ModelInfo:
-    tokenizer = load_tokenizer(tokenizer_source(config))
+    tokenizer = open_tokenizer(tokenizer_source(config))
     tokenizer_hash, template_hash = tokenizer.hashes()
     return ModelInfo(
         name=config.model,
@@ -106,7 +106,7 @@ def _describe_fake(config: RunConfig, layers: int, hidden: int) -> ModelInfo:
 def _describe_real(config: RunConfig) -> ModelInfo:
     whole = _load_config(config)
     text = whole.get_text_config()
-    tokenizer_hash, template_hash = load_tokenizer(tokenizer_source(config)).hashes()
+    tokenizer_hash, template_hash = open_tokenizer(tokenizer_source(config)).hashes()
     return ModelInfo(
         name=config.model,
         revision=getattr(whole, "_commit_hash", None) or config.revision,

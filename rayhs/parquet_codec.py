@@ -20,13 +20,15 @@ import pyarrow.parquet as pq
 
 from rayhs.codec import STATE_DTYPES, Array, state_name
 from rayhs.errors import FormatError, SampleError
+from rayhs.parquet_footer import Group, parse_groups
 
 # index, sample_id, token_ids int32 [tokens], loss_mask uint8 [tokens], {layer: [tokens, hidden]}
 ShardRow = tuple[int, str, Array, Array, Mapping[int, Array]]
 Buffer = bytes | memoryview
 
-MAGIC = b"PAR1"
-MAX_FOOTER_BYTES = 100_000_000
+# What pyarrow raises for bytes that are not what they should be.
+ARROW_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
+
 _MAX_VALUE_BYTES = 2**31 - 2**16  # Parquet counts the bytes of a page in an int32
 _TOKENS = pa.list_(pa.field("element", pa.int32(), nullable=False))
 _MASK = pa.list_(pa.field("element", pa.uint8(), nullable=False))
@@ -83,38 +85,27 @@ def write_shard(
     return rows
 
 
-def parse_footer(tail: Buffer, object_bytes: int) -> pq.FileMetaData:
-    """The footer of an object, from its last bytes (see `footer_bytes` for how many).
+def parse_footer(tail: Buffer, object_bytes: int) -> tuple[pq.FileMetaData, list[Group]]:
+    """Arrow's and our own view of the footer, from an object's last bytes (at least `footer_bytes`).
 
     Raises:
         FormatError: not a Parquet footer.
     """
-    footer_bytes(tail, object_bytes)
+    groups = parse_groups(tail, object_bytes)
     try:
-        return pq.read_metadata(pa.BufferReader(tail))
-    except (pa.ArrowException, OSError) as error:
-        raise FormatError(f"not a Parquet shard: {_line(error)}") from None
-
-
-def footer_bytes(tail: Buffer, object_bytes: int) -> int:
-    """How many bytes at the end of the object hold the footer, its length and the magic.
-
-    Raises:
-        FormatError: no magic, or a footer that can't fit the object (nothing large is allocated).
-    """
-    if len(tail) < 8 or bytes(tail[-4:]) != MAGIC:
-        raise FormatError("not a Parquet shard: it doesn't end with PAR1")
-    (length,) = struct.unpack("<I", tail[-8:-4])
-    if length > min(MAX_FOOTER_BYTES, object_bytes - 12):
-        raise FormatError(f"not a Parquet shard: a footer of {length} bytes in an object of {object_bytes}")
-    return int(length) + 8
+        footer = pq.read_metadata(pa.BufferReader(tail))
+    except ARROW_ERRORS as error:
+        raise FormatError(f"not a Parquet file: {_line(error)}") from None
+    if footer.num_row_groups != len(groups):
+        raise FormatError("Parquet footer: ambiguous number of row groups")
+    return footer, groups
 
 
 def arrow_schema(footer: pq.FileMetaData) -> pa.Schema:
     """The Arrow schema of a parsed footer; raises FormatError."""
     try:
         return footer.schema.to_arrow_schema()
-    except (pa.ArrowException, OSError) as error:
+    except ARROW_ERRORS as error:
         raise FormatError(f"not a Parquet shard: {_line(error)}") from None
 
 
@@ -128,43 +119,34 @@ def check_schema(schema: pa.Schema, layers: Sequence[int], hidden: int, dtype: s
             raise FormatError(f"column {want.name!r} {found}; the dataset's is {want.type}")
 
 
-def sample_groups(footer: pq.FileMetaData) -> dict[int, int]:
+def sample_groups(groups: Sequence[Group]) -> dict[int, int]:
     """Row group of each sample ``index``, from the statistics in the footer.
 
     Raises:
         FormatError: a row group without them, with more than one row, or an index that repeats.
     """
-    groups: dict[int, int] = {}
-    for number in range(footer.num_row_groups):
-        group = footer.row_group(number)
-        statistics = group.column(0).statistics if group.num_columns else None
-        if group.num_rows != 1 or statistics is None or not isinstance(statistics.min, int):
+    found: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        minimum = next((c.minimum for c in group.chunks if c.column == "index"), None)
+        if group.rows != 1 or minimum is None or len(minimum) != 8:
             raise FormatError(f"row group {number} is not one sample with statistics of its index")
-        if groups.setdefault(statistics.min, number) != number:
-            raise FormatError(f"sample {statistics.min} is in two row groups")
-    return groups
+        (index,) = struct.unpack("<q", minimum)
+        if found.setdefault(index, number) != number:
+            raise FormatError(f"sample {index} is in two row groups")
+    return found
 
 
-def chunk_ranges(
-    footer: pq.FileMetaData, group: int, columns: Sequence[str], object_bytes: int
-) -> list[tuple[int, int]]:
+def chunk_ranges(group: Group, columns: Sequence[str]) -> list[tuple[int, int]]:
     """Start and length in bytes of the column chunks of ``columns`` in one row group.
 
     Raises:
-        FormatError: compressed (a bomb can't be told from data before it is unpacked), or outside
-            the object.
+        FormatError: a compressed chunk (a bomb can't be told from data before it is unpacked).
     """
-    ranges = []
-    row_group = footer.row_group(group)
-    for number in range(row_group.num_columns):
-        chunk = row_group.column(number)
-        if chunk.path_in_schema.removesuffix(".list.element").removesuffix(".list.element") not in columns:
-            continue
-        start, length = chunk.dictionary_page_offset or chunk.data_page_offset, chunk.total_compressed_size
-        if chunk.compression != "UNCOMPRESSED" or start < 4 or length < 0 or start + length > object_bytes:
-            raise FormatError(f"row group {group}: column {chunk.path_in_schema!r} is compressed or outside the object")
-        ranges.append((start, length))
-    return ranges
+    chunks = [c for c in group.chunks if c.column in columns]
+    for chunk in chunks:
+        if chunk.compressed:
+            raise FormatError(f"column {chunk.column!r} is compressed; shards are written without compression")
+    return [(c.start, c.length) for c in chunks]
 
 
 def read_row(
@@ -181,7 +163,8 @@ def read_row(
             pa.PythonFile(source, mode="r"), metadata=footer, pre_buffer=False, page_checksum_verification=True
         )
         table = file.read_row_group(group, columns=list(columns), use_threads=False)
-    except (pa.ArrowException, OSError) as error:
+        table.validate(full=True)
+    except ARROW_ERRORS as error:
         raise FormatError(f"row group {group}: {_line(error)}") from None
     return {name: _only(table.column(name)) for name in columns}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,28 +21,32 @@ from rayhs.errors import (
     EXIT_SOME_FAILED,
     ConfigError,
     EngineError,
-    IdentityMismatch,
     ObjectNotFound,
     RayhsError,
     TooManyRejected,
 )
 from rayhs.extractor import ReplicaPlan, extract_shards
 from rayhs.fake import parse_fake_model
+from rayhs.identity import dataset_record, identity_of, refuse_other
 from rayhs.indexing import Totals, committed_shards, write_index
 from rayhs.layers import resolve_layers
-from rayhs.layout import DATASET, FORMAT_VERSION, SUMMARY, DatasetRecord, ShardId, Summary
-from rayhs.model import ModelInfo, describe_model, engine_dtype, state_dtype
+from rayhs.layout import DATASET, SUMMARY, DatasetRecord, ShardId, Summary
+from rayhs.model import ModelInfo, describe_model
 from rayhs.replica import Job, Receipt, staging_bytes
 from rayhs.samples import input_fingerprint, make_plan
 from rayhs.store import Store, open_store
-from rayhs.versions import check_versions, installed_versions
+from rayhs.versions import check_versions
 
 Phase = Literal["planning", "starting", "extracting", "indexing"]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """One step of a run: ``done`` of ``total`` rows (planning) or samples, tokens and bytes committed so far."""
+    """One step of a run.
+
+    ``done`` of ``total`` count rows (planning), replicas (starting), samples (extracting) or files
+    (indexing); ``tokens`` and ``bytes`` are committed by this run so far.
+    """
 
     phase: Phase
     done: int
@@ -102,9 +107,8 @@ def run_extract(config: RunConfig, on_progress: OnProgress = _ignore) -> RunResu
     with _cluster(config):
         dataset, _ = run.ensure_plan()
         run.refuse_rejected(dataset)
-        started = time.monotonic()
         done = run.extract_missing(dataset)
-        summary = run.finish(dataset, done, time.monotonic() - started)
+        summary = run.finish(dataset, done)
     code = EXIT_SOME_FAILED if summary.failed or summary.rejected else EXIT_OK
     return RunResult(run.store.uri, summary, code)
 
@@ -139,13 +143,14 @@ class _Run:
         self.store: Store = open_store(config.output, config.storage)
         self.model: ModelInfo = describe_model(config)
         self.layers = resolve_layers(config.layers, self.model.num_layers)
+        self.identity = identity_of(config, self.model, self.layers)
 
     def ensure_plan(self) -> tuple[DatasetRecord, Counter[str]]:
         """The dataset's identity, planned now or found; refuses another identity."""
         existing = self._existing()
         fingerprint = input_fingerprint(self.config)
         if existing is not None:
-            _refuse_other(existing, self._identity(fingerprint), self.store.uri)
+            refuse_other(existing, self.identity, fingerprint, self.store.uri)
             return existing, Counter()
         self.on_progress(Progress("planning", 0, None))
         plan, reasons = make_plan(
@@ -155,13 +160,7 @@ class _Run:
             self.store,
             lambda rows: self.on_progress(Progress("planning", rows, None)),
         )
-        record = DatasetRecord(
-            format_version=FORMAT_VERSION,
-            plan=plan,
-            versions=installed_versions(),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            **{key: value for key, value in self._identity(fingerprint).items() if key != "input"},
-        )
+        record = dataset_record(self.identity, plan)
         self.store.put(DATASET, record.to_bytes())
         return record, reasons
 
@@ -171,23 +170,6 @@ class _Run:
         except ObjectNotFound:
             return None
         return record
-
-    def _identity(self, fingerprint: str) -> dict[str, Any]:
-        return {
-            "model": self.model.name,
-            "revision": self.model.revision,
-            "model_hash": self.model.model_hash,
-            "tokenizer_hash": self.model.tokenizer_hash,
-            "chat_template_hash": self.model.chat_template_hash,
-            "layers": list(self.layers),
-            "num_layers": self.model.num_layers,
-            "hidden_size": self.model.hidden_size,
-            "dtype": state_dtype(self.config, self.model),
-            "shard_format": self.config.shards.format,
-            "include_generated": self.config.engine.include_generated,
-            "engine_dtype": engine_dtype(self.config, self.model),
-            "input": fingerprint,
-        }
 
     def refuse_rejected(self, dataset: DatasetRecord) -> None:
         plan, limit = dataset.plan, self.config.prompts.max_rejected
@@ -213,21 +195,21 @@ class _Run:
         engine = self.config.engine.model_copy(update={"distributed_executor": replicas.executor})
         job = Job(self.config.model_copy(update={"engine": engine}), self.model, dataset)
         in_flight = job.shards_in_flight(staging_bytes(job, replicas.per_node))
-        self.on_progress(Progress("starting", 0, done.total, message=f"{len(missing)} shards to extract"))
+        self.on_progress(Progress("starting", 0, replicas.replicas[1], message=f"{len(missing)} shards to extract"))
         for row in extract_shards(job, missing, replicas, in_flight).iter_rows():
             done.add(Receipt(**row))
             if done.fatal:
                 raise EngineError(done.fatal)
             self.on_progress(Progress("extracting", done.samples, done.total, done.tokens, done.bytes))
 
-    def finish(self, dataset: DatasetRecord, done: _Done, seconds: float) -> Summary:
+    def finish(self, dataset: DatasetRecord, done: _Done) -> Summary:
         if done.errors:
             shard, error = next(iter(done.errors.items()))
             raise RayhsError(
                 f"{len(done.errors)} of {len(dataset.plan.shard_ids())} shards were not committed (first: {shard}: "
                 f"{error}); run the same command again to finish"
             )
-        self.on_progress(Progress("indexing", 0, dataset.plan.samples))
+        self.on_progress(Progress("indexing", 0, len(dataset.plan.files)))
         totals: Totals = write_index(self.store, dataset.plan)
         summary = Summary(
             samples=dataset.plan.samples,
@@ -237,8 +219,8 @@ class _Run:
             tokens=totals.tokens,
             shards=len(dataset.plan.shard_ids()),
             bytes=totals.bytes,
-            seconds=round(seconds, 3),
-            tokens_per_second=round(done.tokens / seconds, 1) if done.tokens else 0.0,
+            seconds=round(done.seconds, 3),
+            tokens_per_second=round(done.tokens / done.seconds, 1) if done.tokens else 0.0,
             reasons=dict(totals.reasons),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -247,10 +229,15 @@ class _Run:
 
 
 class _Done:
-    """Receipts added up; keeps nothing a shard but the errors."""
+    """Receipts added up; keeps nothing a shard but the errors.
+
+    ``seconds`` run from the first shard begun (an engine is up) to the last receipt.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.seconds = 0.0
+        self._first = float("inf")
         self.samples = self.tokens = self.bytes = 0
         self.errors: dict[str, str] = {}
         self.fatal = ""
@@ -259,41 +246,20 @@ class _Done:
         self.samples += int(receipt.samples)
         self.tokens += int(receipt.tokens)
         self.bytes += int(receipt.bytes)
+        if receipt.started:
+            self._first = min(self._first, float(receipt.started))
+            self.seconds = time.time() - self._first
         if receipt.error:
             self.errors[receipt.shard] = receipt.error
         if receipt.fatal:
             self.fatal = receipt.error
 
 
-_COMPARED = (
-    "model",
-    "revision",
-    "model_hash",
-    "tokenizer_hash",
-    "chat_template_hash",
-    "layers",
-    "dtype",
-    "engine_dtype",
-    "shard_format",
-    "include_generated",
-)
-
-
-def _refuse_other(existing: DatasetRecord, wanted: dict[str, Any], uri: str) -> None:
-    differing = [
-        f"{key} is {getattr(existing, key)!r} there, {wanted[key]!r} here"
-        for key in _COMPARED
-        if getattr(existing, key) != wanted[key]
-    ]
-    if existing.plan.input != wanted["input"]:
-        differing.append("the prompts (or how they are read and cut) are not those it was planned from")
-    if differing:
-        raise IdentityMismatch(f"{uri} holds another dataset: {'; '.join(differing)}. Give another output")
-
-
 @contextlib.contextmanager
 def _cluster(config: RunConfig) -> Iterator[None]:
     """Ray, joined or started; left or stopped at the end. A Ray the caller has already joined is used as it is."""
+    # Ray's C++ side writes warnings about our actors' arguments to the terminal, over the progress.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     import ray
     import ray.data
 
@@ -302,7 +268,7 @@ def _cluster(config: RunConfig) -> Iterator[None]:
         address = None if config.cluster.address == "auto" else config.cluster.address
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except Exception as error:  # a node that does not come up is a bare Exception of Ray's
             line = " ".join(str(error).split())[:300]
             raise ConfigError(f"cluster.address {config.cluster.address}: {line}; start a cluster or use local") from error
     context = ray.data.DataContext.get_current()

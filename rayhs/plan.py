@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from rayhs.config import RunConfig
-from rayhs.inputs import discover
+from rayhs.inputs import discover, fingerprint_files
 from rayhs.layout import PLANNED, SAMPLES_SCHEMA, Plan, SamplesFile
 from rayhs.rows import PlannedSample, category
 
@@ -158,30 +158,27 @@ def assemble(receipts: Iterable[Receipt], input_hash: str) -> tuple[Plan, Counte
 
 
 def input_fingerprint(config: RunConfig) -> str:
-    """A cheap hash of everything the plan is made of: the input files' names, sizes and times or
-    etags (a Python list: its content), the columns and policies, model, tokenizer, layers and cuts.
-    Equal means that the plan is the same; different means nothing but "plan again".
+    """A cheap hash of what is planned from: the input, and how it is read, limited and cut.
+
+    Together with the model, its tokenizer, the layers and the dtype (which a dataset's identity has
+    on their own) it decides the plan.
 
     Raises:
         InputError: a path can't be read.
     """
     prompts = config.prompts
     if prompts.rows is None:
-        source = [[file.label, file.path, file.format, file.stamp] for file in discover(prompts, config.storage)]
-        source_hash = xxhash.xxh3_128_hexdigest(json.dumps(source).encode())
+        source = fingerprint_files(discover(prompts, config.storage), config.storage)
     else:
-        source_hash = _hash_rows(prompts.rows)
-    settings = {
-        "version": _FINGERPRINT_VERSION,
-        "source": source_hash,
-        "prompts": prompts.model_dump(mode="json", exclude={"path", "rows", "max_rejected"}),
-        "model": [config.model, config.revision, config.tokenizer],
-        "layers": config.layers,
-        "context": [config.engine.max_model_len, config.engine.include_generated],
-        "dtype": [config.engine.dtype, config.shards.dtype],
-        "cuts": [int(config.shards.target_bytes), config.shards.rows_per_file],
-    }
-    return xxhash.xxh3_128_hexdigest(json.dumps(settings, sort_keys=True).encode())
+        source = _hash_rows(prompts.rows)
+    settings = [
+        [_FINGERPRINT_VERSION, source],
+        [prompts.kind, prompts.column, prompts.id, prompts.loss_mask],
+        [prompts.add_special_tokens, prompts.add_generation_prompt],
+        [prompts.max_tokens, prompts.too_long, config.engine.max_model_len],
+        [int(config.shards.target_bytes), config.shards.rows_per_file],
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(settings).encode())
 
 
 def _hash_rows(rows: Sequence[Any]) -> str:

@@ -69,9 +69,38 @@ class InputRow:
     reason: str | None = None
 
 
-def scan_file(
-    file: InputFile, storage: StorageConfig, rows_per_span: int, columns: Sequence[str]
-) -> tuple[int, list[BlockStart]]:
+FileScan = tuple[int, list[BlockStart]]
+"""A file's number of rows, and its blocks."""
+
+
+def python_blocks(rows: Sequence[Any], rows_per_span: int) -> list[Block]:
+    """The blocks of a list of rows."""
+    chunks = [rows[first : first + rows_per_span] for first in range(0, len(rows), rows_per_span)]
+    starts = [(number, number * rows_per_span, len(chunk)) for number, chunk in enumerate(chunks)]
+    return [
+        Block(None, chunk, BlockStart(first, size), (Span(number, first, size),))
+        for chunk, (number, first, size) in zip(chunks, starts, strict=True)
+    ]
+
+
+def file_blocks(files: Sequence[InputFile], scans: Sequence[FileScan], rows_per_span: int) -> list[Block]:
+    """The blocks of scanned files; spans are numbered through all files and never cross one."""
+    blocks: list[Block] = []
+    number = index = 0
+    for file, (rows, starts) in zip(files, scans, strict=True):
+        for start in starts:
+            firsts = range(0, start.rows, rows_per_span)
+            spans = tuple(
+                Span(number + i, index + start.row + first, min(rows_per_span, start.rows - first))
+                for i, first in enumerate(firsts)
+            )
+            blocks.append(Block(file, None, start, spans))
+            number += len(spans)
+        index += rows
+    return blocks
+
+
+def scan_file(file: InputFile, storage: StorageConfig, rows_per_span: int, columns: Sequence[str]) -> FileScan:
     """Count a file's rows and find its blocks; each starts at a multiple of ``rows_per_span``.
 
     Raises:
@@ -92,7 +121,7 @@ def scan_file(
         return rows, _plain_blocks(rows, rows if file.sequential else rows_per_span)
 
 
-def _scan_lines(file: InputFile, raw: BinaryIO, rows_per_span: int) -> tuple[int, list[BlockStart]]:
+def _scan_lines(file: InputFile, raw: BinaryIO, rows_per_span: int) -> FileScan:
     starts: list[tuple[int, int, int]] = []
     rows = offset = 0
     lines: Any = gzip.GzipFile(fileobj=raw) if file.gzip else raw
@@ -102,7 +131,7 @@ def _scan_lines(file: InputFile, raw: BinaryIO, rows_per_span: int) -> tuple[int
                 starts.append((rows, offset, number))
             rows += 1
         offset += len(line)
-    ends = [row for row, _, _ in starts[1:]] + [rows]
+    ends = [*(row for row, _, _ in starts[1:]), rows][: len(starts)]
     return rows, [BlockStart(row, end - row, at, line) for (row, at, line), end in zip(starts, ends, strict=True)]
 
 
@@ -120,7 +149,8 @@ def _parquet_blocks(groups: Sequence[int], rows_per_span: int) -> list[BlockStar
         starts += [span * rows_per_span for span in range(first, last, step)]
         begin += group
     unique = sorted({start for start in starts if start < rows})
-    return [BlockStart(row, end - row) for row, end in zip(unique, [*unique[1:], rows], strict=True)]
+    ends = [*unique[1:], rows][: len(unique)]
+    return [BlockStart(row, end - row) for row, end in zip(unique, ends, strict=True)]
 
 
 def _check_schema(file: InputFile, schema: pa.Schema, columns: Sequence[str]) -> None:

@@ -81,13 +81,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What became of one shard; the only thing a replica sends back."""
+    """What became of one shard; the only thing a replica sends back.
+
+    ``started`` is the Unix time at which its last attempt began, with the engine up; ``seconds`` what it took.
+    """
 
     shard: str
     samples: int = 0
     failed: int = 0
     tokens: int = 0
     bytes: int = 0
+    started: float = 0.0
     seconds: float = 0.0
     error: str = ""
     fatal: bool = False
@@ -135,7 +139,6 @@ class Replica:
 
     async def run_shard(self, shard: ShardId) -> Receipt:
         """Extract and commit one shard; failures of the shard or the engine are told in the receipt."""
-        started = time.monotonic()
         error: Exception | None = None
         for _ in range(self._job.config.shards.attempts):
             try:
@@ -143,8 +146,7 @@ class Replica:
             except EngineError as fatal:
                 return Receipt(str(shard), error=str(fatal), fatal=True)
             try:
-                receipt = await self._attempt(shard, engine)
-                return Receipt(**{**asdict(receipt), "seconds": time.monotonic() - started})
+                return await self._attempt(shard, engine)
             except EngineError as failure:
                 error = failure
                 await self._drop_engine(engine)
@@ -181,12 +183,21 @@ class Replica:
                 await engine.stop()
 
     async def _attempt(self, shard: ShardId, engine: Engine) -> Receipt:
+        started = time.time()
         planned = await asyncio.to_thread(read_planned, self._store, shard)
         async with self.budget.reserve(self._staged_bytes(planned)):
             results = await self._extract_all(shard, planned, engine)
             record = await asyncio.to_thread(write_shard, self._store, shard, results, self._spec)
         failed = record.status.count("failed")
-        return Receipt(str(shard), len(planned), failed, sum(record.good_tokens), record.object_bytes)
+        return Receipt(
+            shard=str(shard),
+            samples=len(planned),
+            failed=failed,
+            tokens=sum(record.good_tokens),
+            bytes=record.object_bytes,
+            started=started,
+            seconds=time.time() - started,
+        )
 
     def _staged_bytes(self, planned: Sequence[PlannedSample]) -> int:
         record, extra = self._job.dataset, self._job.dataset.include_generated

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from rayhs.catalog import PlanReader
 from rayhs.codec import Array
+from rayhs.plan_reader import PlanReader
 
 if TYPE_CHECKING:
     import torch

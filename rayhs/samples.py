@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rayhs.codec import STATE_DTYPES
 from rayhs.config import RunConfig, StorageConfig
 from rayhs.errors import ConfigError, InputError, RayhsError
 from rayhs.ids import Table, find_duplicates, hash_ids, merge_duplicates, partitions_for
 from rayhs.inputs import InputFile, discover
 from rayhs.layout import Plan
-from rayhs.model import ModelInfo, max_prompt_tokens, state_dtype, tokenizer_source
-from rayhs.plan import CutRule, Receipt, assemble, input_fingerprint
-from rayhs.readers import PYTHON_LABEL, Block, BlockStart, Span, scan_file
-from rayhs.rows import RowRules
+from rayhs.model import ModelInfo
+from rayhs.plan import Receipt, assemble, input_fingerprint
+from rayhs.readers import PYTHON_LABEL, Block, FileScan, file_blocks, python_blocks, scan_file
 from rayhs.store import Store
-from rayhs.tokenise import Job, tokenise_block
+from rayhs.tokenise import Job, make_job, tokenise_block
 from rayhs.tokenizer import first_line
 
 if TYPE_CHECKING:
@@ -77,13 +76,16 @@ def _make_plan(
 ) -> tuple[Plan, Counter[str]]:
     import ray
 
-    job_parts = _rules(config, model), _cut_rule(config, model, layers)
     _check_tokenizer(config, model)
     input_hash = input_fingerprint(config)
     files = discover(config.prompts, config.storage) if config.prompts.rows is None else []
     labels = frozenset(file.label for file in files) or frozenset([PYTHON_LABEL])
-    job = Job(*job_parts, tokenizer_source(config), config.storage, labels, store)
-    blocks = _python_blocks(config) if config.prompts.rows is not None else _file_blocks(files, config, job.rules)
+    job = make_job(config, model, layers, labels, store)
+    step = config.shards.rows_per_file
+    if config.prompts.rows is not None:
+        blocks = python_blocks(config.prompts.rows, step)
+    else:
+        blocks = file_blocks(files, _scan(files, config.storage, step, job.rules.named_columns), step)
     if not blocks:
         raise InputError(f"{_shown_input(config)}: no row in the input; check prompts.path")
     job_ref = ray.put(job)
@@ -102,27 +104,6 @@ def _shown_input(config: RunConfig) -> str:
     return "prompts.rows" if path is None else path if isinstance(path, str) else ", ".join(path[:3])
 
 
-def _rules(config: RunConfig, model: ModelInfo) -> RowRules:
-    prompts = config.prompts
-    return RowRules(
-        kind=prompts.kind,
-        column=prompts.column,
-        id_column=prompts.id,
-        mask_column=prompts.loss_mask,
-        add_special_tokens=prompts.add_special_tokens,
-        add_generation_prompt=prompts.add_generation_prompt,
-        too_long=prompts.too_long,
-        max_tokens=max_prompt_tokens(config, model),
-        vocab_size=model.vocab_size,
-    )
-
-
-def _cut_rule(config: RunConfig, model: ModelInfo, layers: Sequence[int]) -> CutRule:
-    item = STATE_DTYPES[state_dtype(config, model)].itemsize
-    per_token = len(layers) * model.hidden_size * item
-    return CutRule(int(config.shards.target_bytes), per_token, config.engine.include_generated)
-
-
 def _check_tokenizer(config: RunConfig, model: ModelInfo) -> None:
     if config.prompts.kind == "messages" and model.chat_template_hash is None:
         raise ConfigError(
@@ -131,36 +112,10 @@ def _check_tokenizer(config: RunConfig, model: ModelInfo) -> None:
         )
 
 
-def _python_blocks(config: RunConfig) -> list[Block]:
-    rows, step = config.prompts.rows or [], config.shards.rows_per_file
-    chunks = [rows[first : first + step] for first in range(0, len(rows), step)]
-    return [
-        Block(None, chunk, BlockStart(i * step, len(chunk)), (Span(i, i * step, len(chunk)),))
-        for i, chunk in enumerate(chunks)
-    ]
-
-
-def _file_blocks(files: Sequence[InputFile], config: RunConfig, rules: RowRules) -> list[Block]:
-    step = config.shards.rows_per_file
-    scans = _scan(files, config.storage, step, rules.named_columns)
-    blocks: list[Block] = []
-    number = index = 0
-    for file, (rows, starts) in zip(files, scans, strict=True):
-        for start in starts:
-            sizes = [min(step, start.rows - first) for first in range(0, start.rows, step)]
-            spans = tuple(Span(number + i, index + start.row + i * step, size) for i, size in enumerate(sizes))
-            blocks.append(Block(file, None, start, spans))
-            number += len(spans)
-        index += rows
-    return blocks
-
-
-def _scan(
-    files: Sequence[InputFile], storage: StorageConfig, step: int, columns: Sequence[str]
-) -> list[tuple[int, list[BlockStart]]]:
+def _scan(files: Sequence[InputFile], storage: StorageConfig, step: int, columns: Sequence[str]) -> list[FileScan]:
     import ray
 
-    def scan(group: Sequence[InputFile]) -> list[tuple[int, list[BlockStart]]]:
+    def scan(group: Sequence[InputFile]) -> list[FileScan]:
         return [scan_file(file, storage, step, columns) for file in group]
 
     task = ray.remote(max_retries=_TASK_RETRIES)(scan)
@@ -199,7 +154,7 @@ def _duplicates(blocks: Sequence[Block], job_ref: Any) -> Any:
 
 def _tokenise(blocks: Sequence[Block], job_ref: Any, duplicates_ref: Any, workers: int | None) -> Iterator[Receipt]:
     import ray
-    from ray.data import DataContext
+    from ray.data import DataContext, TaskPoolStrategy
 
     def tokenise(batch: pa.Table) -> Iterator[pa.Table]:
         yield from _tokenise_batch(batch, ray.get(job_ref), duplicates_ref and ray.get(duplicates_ref))
@@ -209,12 +164,14 @@ def _tokenise(blocks: Sequence[Block], job_ref: Any, duplicates_ref: Any, worker
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    with DataContext.current(context):
+    with DataContext.current(context), warnings.catch_warnings():
+        # max_retries has no named argument yet, and the default is to retry for ever.
+        warnings.simplefilter("ignore", DeprecationWarning)
         dataset = ray.data.from_items(items, override_num_blocks=min(len(items), 4 * _MAX_TASKS)).map_batches(
-            tokenise, batch_size=1, batch_format="pyarrow", concurrency=workers, max_retries=_TASK_RETRIES
+            tokenise, batch_size=1, batch_format="pyarrow", compute=TaskPoolStrategy(workers), max_retries=_TASK_RETRIES
         )
-        for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-            yield from _receipts(batch)
+    for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        yield from _receipts(batch)
 
 
 def _receipts(batch: pa.Table) -> Iterator[Receipt]:

@@ -14,10 +14,11 @@ from rayhs.codec import Array, StoredTensor, state_name
 from rayhs.errors import FormatError, ObjectNotFound
 from rayhs.layout import DatasetRecord
 from rayhs.lru import LruCache
+from rayhs.parquet_footer import Group, footer_bytes
 from rayhs.store import Store
 
 _FIRST_READ = 64 * 1024
-_HEADERS = 256
+_HEADERS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +45,9 @@ class ParquetShard:
     """The footer of a Parquet shard and the row group of each of its samples."""
 
     footer: pq.FileMetaData
+    groups: Sequence[Group]
     metadata: Mapping[str, str]
-    groups: Mapping[int, int]
+    places: Mapping[int, int]  # sample index -> row group
     object_bytes: int
 
 
@@ -91,11 +93,11 @@ class ShardReader:
         return StoredSample(token_ids, loss_mask, dict(zip(self._layers, states, strict=True)))
 
     def _read_row(self, name: str, shard: ParquetShard, index: int) -> StoredSample:
-        if index not in shard.groups:
+        if index not in shard.places:
             raise FormatError(f"sample {index} is not in it")
         columns = ("index", "token_ids", "loss_mask", *map(state_name, self._layers))
-        group = shard.groups[index]
-        ranges = parquet_codec.chunk_ranges(shard.footer, group, columns, shard.object_bytes)
+        group = shard.places[index]
+        ranges = parquet_codec.chunk_ranges(shard.groups[group], columns)
         data = self._store.get_ranges(name, ranges)
         parts = {start: part for (start, _), part in zip(ranges, data, strict=True)}
         row = parquet_codec.read_row(shard.footer, group, columns, parts, shard.object_bytes)
@@ -179,11 +181,11 @@ def sample_places(offsets: Array, index: Array, tokens: int) -> dict[int, tuple[
 def _open_parquet(store: Store, record: DatasetRecord, name: str, size: int) -> ParquetShard:
     first = min(size, _FIRST_READ)
     (tail,) = store.get_ranges(name, [(size - first, first)])
-    length = parquet_codec.footer_bytes(tail, size)
+    length = footer_bytes(tail, size)
     if length > len(tail):
         (tail,) = store.get_ranges(name, [(size - length, length)])
-    footer = parquet_codec.parse_footer(tail, size)
+    footer, groups = parquet_codec.parse_footer(tail, size)
     schema = parquet_codec.arrow_schema(footer)
     parquet_codec.check_schema(schema, record.layers, record.hidden_size, record.dtype)
-    metadata = {k.decode(): v.decode(errors="replace") for k, v in (schema.metadata or {}).items()}
-    return ParquetShard(footer, metadata, parquet_codec.sample_groups(footer), size)
+    metadata = {k.decode(errors="replace"): v.decode(errors="replace") for k, v in (schema.metadata or {}).items()}
+    return ParquetShard(footer, groups, metadata, parquet_codec.sample_groups(groups), size)

@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from rayhs.config import StorageConfig
+from rayhs.codec import STATE_DTYPES
+from rayhs.config import RunConfig, StorageConfig
 from rayhs.ids import Table, duplicates_within
 from rayhs.layout import samples_name
+from rayhs.model import ModelInfo, max_prompt_tokens, state_dtype, tokenizer_source
 from rayhs.plan import CutRule, Receipt, SamplesWriter
 from rayhs.readers import Block, InputRow, missing_column, read_block
 from rayhs.rows import RowRules, SampleMaker
 from rayhs.store import Store
-from rayhs.tokenizer import TokenizerSource, load_tokenizer
+from rayhs.tokenizer import Hashes, TokenizerSource, worker_tokenizer
 
 _BATCH_ROWS = 256
 
@@ -25,9 +27,42 @@ class Job:
     rules: RowRules
     rule: CutRule
     tokenizer: TokenizerSource
+    tokenizer_hashes: Hashes
     storage: StorageConfig
     labels: frozenset[str]
     store: Store | None
+
+
+def make_job(
+    config: RunConfig, model: ModelInfo, layers: Sequence[int], labels: frozenset[str], store: Store | None
+) -> Job:
+    """What every task of a run needs. Raises ConfigError if the context has no room for a prompt."""
+    item = STATE_DTYPES[state_dtype(config, model)].itemsize
+    bytes_per_token = len(layers) * model.hidden_size * item
+    return Job(
+        rules=_rules(config, model),
+        rule=CutRule(int(config.shards.target_bytes), bytes_per_token, config.engine.include_generated),
+        tokenizer=tokenizer_source(config),
+        tokenizer_hashes=(model.tokenizer_hash, model.chat_template_hash),
+        storage=config.storage,
+        labels=labels,
+        store=store,
+    )
+
+
+def _rules(config: RunConfig, model: ModelInfo) -> RowRules:
+    prompts = config.prompts
+    return RowRules(
+        kind=prompts.kind,
+        column=prompts.column,
+        id_column=prompts.id,
+        mask_column=prompts.loss_mask,
+        add_special_tokens=prompts.add_special_tokens,
+        add_generation_prompt=prompts.add_generation_prompt,
+        too_long=prompts.too_long,
+        max_tokens=max_prompt_tokens(config, model),
+        vocab_size=model.vocab_size,
+    )
 
 
 def tokenise_block(block: Block, job: Job, duplicates: Table | None) -> Iterator[Receipt]:
@@ -35,9 +70,10 @@ def tokenise_block(block: Block, job: Job, duplicates: Table | None) -> Iterator
 
     Raises:
         InputError: the file can't be read, or the first rows of the input lack a named column.
+        ConfigError: the tokenizer can't be loaded here, or is another one than the driver's.
         StoreError: a samples file can't be written.
     """
-    tokenizer = None if job.rules.kind == "token_ids" else load_tokenizer(job.tokenizer)
+    tokenizer = None if job.rules.kind == "token_ids" else worker_tokenizer(job.tokenizer, job.tokenizer_hashes)
     maker = SampleMaker(job.rules, tokenizer, block.label, job.labels)
     rows = read_block(block, job.storage, _array_columns(job.rules))
     for span in block.spans:

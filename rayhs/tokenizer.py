@@ -17,6 +17,7 @@ from rayhs.errors import ConfigError
 
 Message = dict[str, Any]
 CharSpan = tuple[int, int]
+Hashes = tuple[str, str | None]
 
 _GENERATION_MARK = re.compile(r"{%-?\s*generation\s*-?%}")  # transformers' own test for the keyword
 _FAKE = re.compile(r"fake/([1-9]\d{0,3})x([1-9]\d{0,5})")
@@ -53,7 +54,7 @@ class Tokenizer(Protocol):
         """The conversation as text, and the character ranges inside generation marks."""
         ...
 
-    def hashes(self) -> tuple[str, str | None]:
+    def hashes(self) -> Hashes:
         """Hash of everything that turns text into ids, and of the chat template (None without one)."""
         ...
 
@@ -64,7 +65,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """Where a tokenizer comes from; hashable, so that a process loads each once."""
+    """Where a tokenizer comes from."""
 
     name: str
     revision: str | None = None
@@ -77,14 +78,29 @@ def fake_shape(model: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-@functools.lru_cache(maxsize=4)
-def load_tokenizer(source: TokenizerSource) -> Tokenizer:
-    """Load a tokenizer, once a process.
+def open_tokenizer(source: TokenizerSource) -> Tokenizer:
+    """Load a tokenizer.
 
     Raises:
         ConfigError: neither a folder with a tokenizer nor a hub id reachable from here.
     """
     return FakeTokenizer() if fake_shape(source.name) else HuggingFaceTokenizer(source)
+
+
+@functools.lru_cache(maxsize=4)
+def worker_tokenizer(source: TokenizerSource, hashes: Hashes) -> Tokenizer:
+    """The tokenizer whose `Tokenizer.hashes` are ``hashes``, loaded once a process.
+
+    Raises:
+        ConfigError: it can't be loaded, or what is found here (on this node, by now) is another one.
+    """
+    tokenizer = open_tokenizer(source)
+    if tokenizer.hashes() != hashes:
+        raise ConfigError(
+            f"tokenizer {source.name}: its files on this node are not those the run began with; "
+            "give every node the same and leave them alone meanwhile"
+        )
+    return tokenizer
 
 
 def first_line(error: BaseException) -> str:
@@ -154,7 +170,7 @@ class HuggingFaceTokenizer:
         )
         return texts[0], [(start, end) for start, end in spans[0]]
 
-    def hashes(self) -> tuple[str, str | None]:
+    def hashes(self) -> Hashes:
         inner = self._inner
         parts = [type(inner).__name__, repr(sorted((k, str(v)) for k, v in inner.special_tokens_map.items()))]
         if inner.is_fast:
@@ -202,7 +218,7 @@ class FakeTokenizer:
     def render_marked(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, list[CharSpan]]:
         raise NotImplementedError("the fake chat template has no generation marks")
 
-    def hashes(self) -> tuple[str, str | None]:
+    def hashes(self) -> Hashes:
         return "fake-utf8", "fake-lines"
 
     def __len__(self) -> int:

@@ -14,11 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayhs import layout
-from rayhs.catalog import PlanReader, committed_shards, read_dataset_record, read_index_file, read_summary
+from rayhs.catalog import committed_shards, read_dataset_record, read_summary
 from rayhs.config import StorageConfig
 from rayhs.errors import EXIT_DAMAGE, EXIT_OK, FormatError, ObjectNotFound
 from rayhs.findings import Finding, Findings
+from rayhs.index_table import read_index_file
 from rayhs.layout import DatasetRecord, ShardId, Summary
+from rayhs.plan_reader import PlanReader
 from rayhs.store import Store, open_store
 from rayhs.verify_reference import ReferenceReport, compare_with_reference
 from rayhs.verify_shard import ShardCheck, check_shard
@@ -201,7 +203,7 @@ class _Verification:
 
     def _check_summary(self, summary: Summary) -> None:
         said = summary.model_dump()
-        for key in ("samples", "ok", "failed", "rejected", "tokens"):
+        for key in ("samples", "ok", "failed", "rejected", "tokens", "shards", "bytes"):
             if said[key] != self._totals[key]:
                 self._found.add(layout.SUMMARY, f"{key} is {said[key]}, the dataset has {self._totals[key]}")
 

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import xxhash
 
 from rayhs import codec, layout
-from rayhs.catalog import PlanReader, index_rows, read_commit
+from rayhs.catalog import read_commit
 from rayhs.codec import Array, StoredTensor, state_name
 from rayhs.errors import FormatError, ObjectNotFound
 from rayhs.findings import Finding, Findings
+from rayhs.index_table import index_rows
 from rayhs.layout import CommitRecord, DatasetRecord, ShardId
+from rayhs.plan_reader import PlanReader
 from rayhs.shard_reader import ShardReader, check_tensors, open_shard
 from rayhs.store import Store
+from rayhs.verify_states import ObjectStream, SampleState
 
-_CHUNK = 8 * 2**20
 _PIECE = 2**20
-_EXPONENT = {"float32": (np.uint32, 0x7F800000), "float16": (np.uint16, 0x7C00), "bfloat16": (np.uint16, 0x7F80)}
 
 
 @dataclass
@@ -169,7 +169,7 @@ def _check_parquet(
         except FormatError as error:
             found.add(name, _without_name(error).replace(f"; run rayhs verify {store.uri}", ""), [sample.sample_id])
             continue
-        state = _SampleState(sample)
+        state = SampleState(sample.token_ids)
         for layer in record.layers:
             state.start_layer(layer, stored.states[layer].shape[1] * stored.states[layer].itemsize)
             state.update(stored.states[layer].view(np.uint8).reshape(-1), record.dtype)
@@ -188,10 +188,11 @@ def _check_tensors(
     ordered = sorted(tensors.values(), key=lambda t: t.start)
     if [t.name for t in ordered[: len(record.layers)]] != [state_name(k) for k in record.layers]:
         raise FormatError("its tensors are not in ascending order of layers, states first")
-    states = [_SampleState(s) for s in samples]
+    states = [SampleState(s.token_ids) for s in samples]
     for layer, tensor in zip(record.layers, ordered, strict=False):
-        for state in states:
-            _stream_states(stream, state, layer, tensor, record.dtype)
+        for sample, state in zip(samples, states, strict=True):
+            state.start_layer(layer, _row_bytes(tensor))
+            _stream_states(stream, state, sample.tokens * _row_bytes(tensor), tensor, record.dtype)
     small = {t.name: codec.decode(t, bytes(stream.read(t.nbytes))) for t in ordered[len(record.layers) :]}
     _check_places(small, samples)
     for sample, state in zip(samples, states, strict=True):
@@ -201,7 +202,9 @@ def _check_tensors(
 
 def _check_metadata(metadata: Mapping[str, str], record: DatasetRecord) -> None:
     """The identity that a shard repeats must be the dataset's, key by key."""
-    identity = record.model_dump(mode="json", exclude_none=True, exclude={"plan", "layers", "versions", "final_norm"})
+    identity = record.model_dump(
+        mode="json", exclude_none=True, exclude={"plan", "layers", "versions", "created", "final_norm"}
+    )
     identity |= {"plan": record.plan.fingerprint, "layers": ",".join(map(str, record.layers))}
     for key, want in identity.items():
         if metadata.get(key, str(want)) != str(want):
@@ -214,50 +217,16 @@ def _check_places(small: Mapping[str, Array], samples: Sequence[_Expected]) -> N
         raise FormatError("its sample_index or offsets are not those of its commit record")
 
 
-def _stream_states(stream: ObjectStream, state: _SampleState, layer: int, tensor: StoredTensor, dtype: str) -> None:
-    row_bytes = tensor.shape[1] * tensor.dtype.itemsize
-    state.start_layer(layer, row_bytes)
-    left = state.expected.tokens * row_bytes
-    step = max(1, _PIECE // row_bytes) * row_bytes
+def _stream_states(stream: ObjectStream, state: SampleState, left: int, tensor: StoredTensor, dtype: str) -> None:
+    step = max(1, _PIECE // _row_bytes(tensor)) * _row_bytes(tensor)
     while left:
         piece = stream.read(min(left, step))
         state.update(np.frombuffer(piece, np.uint8), dtype)
         left -= len(piece)
 
 
-class _SampleState:
-    """What is learnt of one sample's states as their bytes pass by, a whole number of rows at a time."""
-
-    def __init__(self, expected: _Expected) -> None:
-        self.expected = expected
-        self.hash = xxhash.xxh3_64()
-        self.not_finite: set[int] = set()
-        self.zero: set[int] = set()
-        self.constant: set[int] = set()
-        self._first: Array | None = None
-        self._layer = 0
-
-    def start_layer(self, layer: int, row_bytes: int) -> None:
-        self._layer, self._row_bytes, self._first = layer, row_bytes, None
-        self.zero.add(layer)
-        # Equal tokens have equal states in many models; only different ones must differ.
-        if len(np.unique(self.expected.token_ids)) > 1:
-            self.constant.add(layer)
-
-    def update(self, data: Array, dtype: str) -> None:
-        """``data``: bytes of whole rows of the current layer."""
-        self.hash.update(data.data)
-        kind, exponent = _EXPONENT[dtype]
-        if ((data.view(kind) & exponent) == exponent).any():
-            self.not_finite.add(self._layer)
-        if self._layer in self.zero and data.any():
-            self.zero.discard(self._layer)
-        if self._layer in self.constant:
-            rows = data.reshape(-1, self._row_bytes)
-            if self._first is None:
-                self._first = rows[0].copy()
-            if not (rows == self._first).all():
-                self.constant.discard(self._layer)
+def _row_bytes(tensor: StoredTensor) -> int:
+    return tensor.shape[1] * tensor.dtype.itemsize
 
 
 def _report(
@@ -265,7 +234,7 @@ def _report(
     name: str,
     sample: _Expected,
     record: DatasetRecord,
-    state: _SampleState,
+    state: SampleState,
     token_ids: Array,
     loss_mask: Array,
 ) -> None:
@@ -274,7 +243,7 @@ def _report(
 
 
 def _problems(
-    sample: _Expected, record: DatasetRecord, state: _SampleState, token_ids: Array, loss_mask: Array
+    sample: _Expected, record: DatasetRecord, state: SampleState, token_ids: Array, loss_mask: Array
 ) -> Iterator[str]:
     if state.hash.hexdigest() != sample.checksum:
         yield "states differ from the checksum in the commit record"
@@ -294,57 +263,8 @@ def _problems(
         yield "loss_mask differs from the plan's"
 
 
-class ObjectStream:
-    """Reads an object front to back in chunks of 8 MiB and hashes it on the way."""
-
-    def __init__(self, store: Store, name: str, size: int) -> None:
-        self._store = store
-        self._name = name
-        self.size = size
-        self._fetched = 0
-        self._buffer = memoryview(b"")
-        self._hash = xxhash.xxh3_128()
-
-    @property
-    def left(self) -> int:
-        """Bytes not read yet."""
-        return self.size - self._fetched + len(self._buffer)
-
-    def read(self, count: int) -> memoryview:
-        """The next ``count`` bytes; raises FormatError past the end."""
-        if count > self.left:
-            raise FormatError(f"ends {count - self.left} bytes early")
-        if count <= len(self._buffer):
-            part, self._buffer = self._buffer[:count], self._buffer[count:]
-            return part
-        joined = bytearray(self._buffer)
-        self._buffer = memoryview(b"")
-        while len(joined) < count:
-            chunk = self._fetch()
-            taken = min(len(chunk), count - len(joined))
-            joined += chunk[:taken]
-            self._buffer = chunk[taken:]
-        return memoryview(joined)
-
-    def finish(self) -> str:
-        """Read what is left; the xxh3_128 of the whole object in hex."""
-        while self._fetched < self.size:
-            self._fetch()
-        return self._hash.hexdigest()
-
-    def _fetch(self) -> memoryview:
-        length = min(_CHUNK, self.size - self._fetched)
-        (chunk,) = self._store.get_ranges(self._name, [(self._fetched, length)])
-        self._fetched += length
-        self._hash.update(chunk)
-        return memoryview(chunk)
-
-
 def _without_name(error: Exception) -> str:
     """The message without the object name in front, which the finding states itself."""
     text = str(error)
     head, separator, rest = text.partition(": ")
     return rest if separator and "/" in head and " " not in head else text
-
-
-__all__ = ["ObjectStream", "ShardCheck", "check_shard"]

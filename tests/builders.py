@@ -50,6 +50,7 @@ class Builder:
     finished: bool = True
     uncommitted: frozenset[ShardId] = frozenset()
     engine_dtype: str | None = None
+    include_generated: int = 0
     model: str = "tests/random"
     rows: list[list[list[Row]]] = field(default_factory=list)
     record: DatasetRecord | None = None
@@ -105,6 +106,7 @@ class Builder:
             dtype=self.dtype,
             shard_format=self.shard_format,  # type: ignore[arg-type]
             engine_dtype=self.engine_dtype or self.dtype,
+            include_generated=self.include_generated,
             plan=Plan(fingerprint="f" * 32, input="i" * 32, files=files),
             versions={"rayhs": "0.1.0"},
             created="2026-01-01T00:00:00Z",
@@ -116,7 +118,7 @@ class Builder:
         if self.finished:
             for f in range(len(self.rows)):
                 self.write_index(f, self.index_rows(f))
-            self._write_summary()
+            self.write_summary()
         return self
 
     def write_shard(self, shard: ShardId, attempt: str = "0123456789abcdef") -> None:
@@ -144,7 +146,11 @@ class Builder:
         self.put(layout.commit_name(shard), commit.to_bytes())
 
     def encode(self, good: Sequence[Row]) -> bytes:
-        metadata = {"model": self.model, "dtype": self.dtype, "plan": "f" * 32}
+        record = self.record
+        assert record is not None
+        identity = record.model_dump(exclude={"plan", "layers", "versions", "created", "final_norm"}, exclude_none=True)
+        metadata = {key: str(value) for key, value in identity.items()}
+        metadata |= {"plan": record.plan.fingerprint, "layers": ",".join(map(str, record.layers))}
         if self.shard_format == "parquet":
             sink = io.BytesIO()
             samples = ((r.index, r.sample_id, r.token_ids, r.loss_mask, r.states) for r in good)
@@ -202,7 +208,7 @@ class Builder:
         pq.write_table(pa.Table.from_pylist(list(rows), layout.INDEX_SCHEMA), sink, write_page_checksum=True)
         self.put(layout.index_name(file), sink.getvalue())
 
-    def _write_summary(self) -> None:
+    def write_summary(self) -> None:
         rows = self.all_rows()
         reasons = [r.reason for r in rows if r.reason]
         summary = Summary(

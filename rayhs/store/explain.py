@@ -18,6 +18,7 @@ _MESSAGE = re.compile(r"<Message>([^<]{1,200})</Message>")
 _NETWORK = re.compile(r'(?:message|error): "([^"]{1,200})"')
 
 _SIGNING = "check AWS_SECRET_ACCESS_KEY (or the profile's keys) and the clock"
+_PROVIDER = re.compile(r"External AWS credential provider: (\w+)")
 _KEYS = "check AWS_ACCESS_KEY_ID (or the profile) and the endpoint"
 _RIGHTS = "check the keys, or have them allowed to read, write and list there"
 _ADVICE = {
@@ -35,6 +36,10 @@ _ADVICE = {
 }
 
 
+class RangesIgnoredError(StoreError):
+    """The server answered a range request as if it had been one for the whole object."""
+
+
 def was_answered(error: Exception) -> bool:
     """Whether a server answered at all."""
     return isinstance(error, FileNotFoundError) or _STATUS.search(str(error)) is not None
@@ -43,6 +48,8 @@ def was_answered(error: Exception) -> bool:
 def explain(where: str, settings: S3Settings | None, error: Exception) -> StoreError:
     """The error to raise for what obstore raised at ``where`` (``s3://bucket/name``)."""
     text = str(error)
+    if kind := _first(_PROVIDER, text):
+        return StoreError(f"{where}: the credentials could not be renewed ({kind}); log in again or check the profile")
     status, code = _first(_STATUS, text), _first(_CODE, text)
     if code in _ADVICE:
         cause, advice = _ADVICE[code]
@@ -51,6 +58,10 @@ def explain(where: str, settings: S3Settings | None, error: Exception) -> StoreE
         return ObjectNotFound(f"{where}: no such object{_at(settings)}; check the name and the endpoint")
     if status is not None:
         return _from_status(where, settings, int(status), code, _first(_MESSAGE, text))
+    if "non-partial response" in text:
+        return RangesIgnoredError(
+            f"{where}: the server ignores range requests{_at(settings)}; use another server or proxy"
+        )
     if "redirect" in text.lower():
         cause, advice = _ADVICE["PermanentRedirect"]
         return StoreError(f"{where}: {cause}{_at(settings)}; {advice}")

@@ -7,7 +7,9 @@ identities and instance roles mean here what they mean to the AWS command line.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from obstore.store import S3Credential
 
 # Temporary credentials are fetched again this often; botocore renews them when they near their end.
-_CREDENTIAL_LIFE = timedelta(minutes=5)
+CREDENTIAL_LIFE = timedelta(minutes=5)
 _DEFAULT_REGION = "us-east-1"
 
 
@@ -41,19 +43,14 @@ def resolve_s3(storage: StorageConfig) -> S3Settings:
 
     Raises:
         ConfigError: an unknown profile, a malformed AWS file, endpoint or CA bundle.
-        StoreError: no credentials anywhere.
+        StoreError: no credentials anywhere, or they could not be fetched from where they should be.
     """
-    from botocore.exceptions import BotoCoreError
-
-    try:
+    with _botocore_errors():
         session = _session(storage)
         region = storage.region or os.environ.get("AWS_REGION") or session.get_config_variable("region")
         region = region or _DEFAULT_REGION
         client = session.create_client("s3", region_name=region, endpoint_url=storage.endpoint)
         credentials = session.get_credentials()
-    except (BotoCoreError, ValueError) as error:
-        # botocore's own ValueError is "Invalid endpoint: <url>".
-        raise ConfigError(f"S3 settings: {one_line(error)}; check the AWS variables, ~/.aws and storage") from None
     if credentials is None:
         raise StoreError("S3: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a profile")
     endpoint = _custom_endpoint(client.meta.endpoint_url)
@@ -65,6 +62,30 @@ def resolve_s3(storage: StorageConfig) -> S3Settings:
         ca_bundle=_ca_bundle(session),
         credentials=_Provider(credentials),
     )
+
+
+@contextmanager
+def _botocore_errors() -> Iterator[None]:
+    from botocore import exceptions
+
+    wrong = (
+        exceptions.ProfileNotFound,
+        exceptions.ConfigNotFound,
+        exceptions.ConfigParseError,
+        exceptions.InvalidConfigError,
+        exceptions.PartialCredentialsError,
+        ValueError,  # "Invalid endpoint: <url>"
+    )
+    try:
+        yield
+    except wrong as error:
+        text = re.sub(r"//[^/@\s]*@", "//", one_line(error))
+        raise ConfigError(f"S3 settings: {text}; check the AWS_* variables, ~/.aws and storage") from None
+    except exceptions.BotoCoreError as error:
+        # Only its kind: the text can repeat what a credential process printed.
+        raise StoreError(
+            f"S3: the credentials could not be fetched ({type(error).__name__}); log in again or check the profile"
+        ) from None
 
 
 def _session(storage: StorageConfig) -> Any:
@@ -115,7 +136,7 @@ class _Provider:
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": datetime.now(UTC) + _CREDENTIAL_LIFE if renewable else None,
+            "expires_at": datetime.now(UTC) + CREDENTIAL_LIFE if renewable else None,
         }
 
 

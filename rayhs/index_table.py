@@ -1,0 +1,104 @@
+"""The index of a dataset: read whole and checked, or built from plan and commit records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rayhs import layout
+from rayhs.catalog import read_commits
+from rayhs.errors import FormatError
+from rayhs.layout import CommitRecord, Plan, ShardId
+from rayhs.plan_reader import PlanReader, check_schema, checked, parquet_errors
+from rayhs.store import Store
+
+_READERS = 8
+
+
+def index_rows(rows: pa.Table, commit: CommitRecord | None) -> pa.Table:
+    """The index rows of one shard: its samples rows (INDEX_SCHEMA's columns used) and its commit.
+
+    Args:
+        rows: columns index, sample_id, status, reason of the shard's rows, rejected ones included.
+        commit: None for a shard without a planned row.
+
+    Raises:
+        FormatError: the commit's samples are not exactly the planned ones, in order.
+    """
+    planned = np.asarray(pc.equal(rows["status"], layout.PLANNED))
+    count = len(rows)
+    index = rows["index"].to_numpy()
+    own = [] if commit is None else commit.index
+    if index[planned].tolist() != own:
+        where = "a shard without a commit record" if commit is None else layout.commit_name(ShardId.parse(commit.shard))
+        raise FormatError(f"{where}: its {len(own)} samples are not the {int(planned.sum())} planned ones, in order")
+    start, tokens = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    status = np.full(count, "rejected", dtype=object)
+    reason = np.asarray(rows["reason"].to_pylist(), dtype=object)
+    shard = np.full(count, None, dtype=object)
+    if commit is not None:
+        good = np.asarray([s == "ok" for s in commit.status], dtype=bool)
+        status[planned], reason[planned] = commit.status, commit.reason
+        start[planned] = np.where(good, commit.token_start, 0)
+        tokens[planned] = np.where(good, commit.num_tokens, 0)
+        shard[planned] = [commit.object if s == "ok" else None for s in commit.status]
+    columns = [rows["index"], rows["sample_id"], pa.array(shard, pa.string()), start, tokens, status, reason]
+    return pa.table(columns, schema=layout.INDEX_SCHEMA)
+
+
+def read_index_file(store: Store, file: int) -> pa.Table:
+    """``index/<file>.parquet`` with INDEX_SCHEMA's columns; raises ObjectNotFound or FormatError."""
+    name = layout.index_name(file)
+    data = store.get(name)
+    with parquet_errors(name):
+        source = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        check_schema(source.schema_arrow, layout.INDEX_SCHEMA, name)
+        table = source.read(columns=layout.INDEX_SCHEMA.names)
+        checked(table, len(table))
+    if any(table[f.name].null_count for f in layout.INDEX_SCHEMA if not f.nullable):
+        raise FormatError(f"{name}: nulls where there must be none")
+    return table.cast(layout.INDEX_SCHEMA)
+
+
+def read_index(store: Store, plan: Plan) -> pa.Table:
+    """The whole index, checked: one row a planned sample, in order, with names inside the dataset.
+
+    Raises:
+        ObjectNotFound, FormatError: a file is missing, damaged or says something impossible.
+    """
+    with ThreadPoolExecutor(_READERS) as pool:
+        parts = list(pool.map(lambda file: read_index_file(store, file), range(len(plan.files))))
+    table = pa.concat_tables(parts).combine_chunks() if parts else layout.INDEX_SCHEMA.empty_table()
+    index = table["index"].to_numpy()
+    if len(index) != plan.samples or not np.array_equal(index, np.arange(plan.samples)):
+        raise FormatError(f"{store.uri}: the index is not one row a sample, in order; run rayhs verify {store.uri}")
+    check_index(table)
+    return table
+
+
+def partial_index(store: Store, plan: PlanReader, shards: Sequence[ShardId]) -> pa.Table:
+    """Index rows of the committed ``shards`` of an unfinished dataset, built from plan and commits."""
+    columns = ["index", "sample_id", "status", "reason"]
+    commits = read_commits(store, shards)
+    parts = [index_rows(plan.rows(shard, columns), commit) for shard, commit in zip(shards, commits, strict=True)]
+    return pa.concat_tables(parts).combine_chunks() if parts else layout.INDEX_SCHEMA.empty_table()
+
+
+def check_index(table: pa.Table) -> None:
+    """Raises FormatError for rows that contradict themselves or name an object outside the dataset."""
+    for name in pc.unique(table["shard"]).to_pylist():
+        if name is not None and layout.shard_of_object(name) is None:
+            raise FormatError(f"index: {name!r} is not the name of a shard's object")
+    good = np.asarray(pc.equal(table["status"], "ok"))
+    known = np.asarray(pc.is_in(table["status"], pa.array(["ok", "failed", "rejected"])))
+    placed = (table["token_start"].to_numpy() >= 0) & (table["num_tokens"].to_numpy() > 0)
+    has_shard = np.asarray(table["shard"].ischecked())
+    wrong = ~known | (good & ~(placed & has_shard))
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise FormatError(f"index: the row of sample {table['index'][row].as_py()} contradicts itself")

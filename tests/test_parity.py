@@ -1,0 +1,155 @@
+"""States against transformers float32, on real vLLM: every layer id, every way vLLM batches and caches."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayhs import codec
+from rayhs.arrivals import Arrivals
+from rayhs.config import parse_config
+from rayhs.cores import CoreClaim
+from rayhs.engine import VllmEngine
+from rayhs.errors import SampleError
+from rayhs.staging import OwnedDirectory, StagingArea
+from tests.models import FAMILIES, Oracle, random_prompts, relative_error, save_tiny_model
+
+pytestmark = pytest.mark.vllm
+
+LAYERS = tuple(range(7))
+MAX_MODEL_LEN = 512
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Got:
+    token_ids: list[int]
+    states: dict[int, np.ndarray]
+
+
+class RunningEngine:
+    """A real engine with our connector, kept up for the tests of a module."""
+
+    def __init__(self, model: Path, **engine: Any) -> None:
+        self._owned = OwnedDirectory("/dev/shm")
+        self.area = StagingArea(self._owned.path / "engine", 2**28)
+        tensor_parallel = engine.get("tensor_parallel_size", 1)
+        self._cores = CoreClaim(2)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cores.thread_binding(tensor_parallel)
+        vllm = {"enforce_eager": True, "max_num_seqs": 8, "disable_log_stats": False, **engine.pop("vllm", {})}
+        settings = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "vllm": vllm, **engine}
+        config = parse_config({"model": str(model), "prompts": "-", "output": "-", "engine": settings})
+        self._loop = asyncio.new_event_loop()
+        self.engine = VllmEngine(config, LAYERS, self.area)
+        self._loop.run_until_complete(self.engine.start())
+
+    def extract(self, prompts: Sequence[Sequence[int]], prefix: str = "s") -> list[Got]:
+        arrivals = Arrivals(self.area)
+
+        async def one(number: int, prompt: Sequence[int]) -> Got:
+            key = f"{prefix}{number}"
+            await self.engine.extract(key, prompt)
+            return _read(await arrivals.wait(key, timeout=60))
+
+        async def run() -> list[Got]:
+            return list(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
+
+        return self._loop.run_until_complete(run())
+
+    def stop(self) -> None:
+        self._loop.run_until_complete(self.engine.stop())
+        self._loop.close()
+        self._owned.remove()
+        self._cores.release()
+
+
+def _read(memory: memoryview) -> Got:
+    length = codec.header_length(bytes(memory[:8]), len(memory))
+    tensors, _ = codec.parse_header(bytes(memory[8 : 8 + length]), len(memory))
+    arrays = {n: codec.decode(t, memory[t.start : t.start + t.nbytes]) for n, t in tensors.items()}
+    return Got(arrays["token_ids"].tolist(), {k: arrays[codec.state_name(k)] for k in LAYERS})
+
+
+def assert_parity(oracle: Oracle, prompts: Sequence[Sequence[int]], results: Sequence[Got]) -> None:
+    for prompt, got in zip(prompts, results, strict=True):
+        assert got.token_ids[: len(prompt)] == list(prompt)
+        want = oracle.states(got.token_ids)
+        for layer in LAYERS:
+            error = relative_error(got.states[layer], want[layer])
+            assert error <= TOLERANCE, f"layer {layer}, {len(prompt)} tokens: relative error {error:.2e}"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_tiny_model(family, root / family) for family in FAMILIES}
+
+
+MIXED = (1, 5, 17, 64, 127, 128, 129, 200, 300, 511)
+SHARED = random_prompts([260], seed=5)[0]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, models: dict[str, Path]) -> Iterator[tuple[RunningEngine, Oracle]]:
+    engine = RunningEngine(models[request.param], vllm={"max_num_batched_tokens": 96})
+    yield engine, Oracle(models[request.param])
+    engine.stop()
+
+
+def test_mixed_lengths_in_one_batch_with_chunked_prefill(family: tuple[RunningEngine, Oracle]) -> None:
+    engine, oracle = family
+    prompts = random_prompts(MIXED)
+    assert_parity(oracle, prompts, engine.extract(prompts, "mixed"))
+
+
+def test_prompts_that_hit_the_prefix_cache(family: tuple[RunningEngine, Oracle]) -> None:
+    engine, oracle = family
+    prompts = [SHARED[:n] + tail for n, tail in zip((256, 200, 260, 128), random_prompts([3, 60, 1, 90], 6), strict=True)]
+    assert_parity(oracle, prompts, engine.extract(prompts, "cold"))
+    assert_parity(oracle, prompts, engine.extract(prompts, "warm"))
+
+
+def test_a_prompt_too_long_fails_alone(family: tuple[RunningEngine, Oracle]) -> None:
+    engine, oracle = family
+    with pytest.raises(SampleError, match="refused by the engine"):
+        engine.extract(random_prompts([MAX_MODEL_LEN]), "long")
+    prompts = random_prompts([20], seed=9)
+    assert_parity(oracle, prompts, engine.extract(prompts, "after"))
+
+
+@pytest.fixture(scope="module")
+def squeezed(models: dict[str, Path]) -> Iterator[tuple[RunningEngine, Oracle]]:
+    # 7 blocks of 128 tokens for prompts of up to 500 tokens that each generate more: vLLM must preempt.
+    engine = RunningEngine(
+        models["qwen3"],
+        tensor_parallel_size=2,
+        include_generated=6,
+        vllm={"num_gpu_blocks_override": 7, "max_num_batched_tokens": 96},
+    )
+    yield engine, Oracle(models["qwen3"])
+    engine.stop()
+
+
+def test_tensor_parallel_preempted_and_generating(squeezed: tuple[RunningEngine, Oracle]) -> None:
+    engine, oracle = squeezed
+    preempted = _preemptions()
+    prompts = random_prompts((250, 5, 380, 125, 500, 252, 17, 381, 126, 60), seed=2)
+    results = engine.extract(prompts)
+    assert _preemptions() > preempted
+    assert_parity(oracle, prompts, results)
+    for prompt, got in zip(prompts, results, strict=True):
+        assert got.token_ids == oracle.greedy(prompt, 6)
+
+
+def _preemptions() -> float:
+    from prometheus_client import REGISTRY
+
+    counters = [metric for metric in REGISTRY.collect() if metric.name == "vllm:num_preemptions"]
+    return sum(sample.value for metric in counters for sample in metric.samples if sample.name.endswith("_total"))

@@ -1,0 +1,243 @@
+"""A replica with the fake engine, without Ray: from a plan in a store to committed shards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayhs.codec import decode, header_length, parse_header, state_name
+from rayhs.config import RunConfig, parse_config
+from rayhs.errors import EngineError, SampleError, StoreError
+from rayhs.fake import REFUSED_TOKEN, FakeEngine, fake_states
+from rayhs.identity import dataset_record, identity_of
+from rayhs.layout import CommitRecord, ShardId, commit_name
+from rayhs.model import describe_model
+from rayhs.replica import Job, Receipt, Replica, staging_bytes
+from rayhs.store import open_store
+from tests.planning import plan_here
+
+HIDDEN = 32
+
+
+def make_job(tmp_path: Path, prompts: Sequence[Sequence[int]], **sections: Any) -> Job:
+    """A job over ``prompts`` whose shards hold about four of them."""
+    settings: dict[str, Any] = {
+        "model": f"fake/8x{HIDDEN}",
+        "prompts": {"rows": [{"ids": list(p)} for p in prompts], "token_ids": "ids"},
+        "layers": [2, 8],
+        "output": str(tmp_path / "out"),
+        "shards": {"target_bytes": 4 * 20 * 2 * HIDDEN * 4},
+        "staging": {"path": str(tmp_path / "shm")},
+        **sections,
+    }
+    (tmp_path / "shm").mkdir(exist_ok=True)
+    config = parse_config(settings)
+    model = describe_model(config)
+    plan, _ = plan_here(config, (2, 8))
+    return Job(config, model, dataset_record(identity_of(config, model, (2, 8)), plan))
+
+
+def run_all(job: Job, shards: Sequence[ShardId] | None = None) -> tuple[list[Receipt], int]:
+    async def run() -> tuple[list[Receipt], int]:
+        replica = Replica(job)
+        try:
+            wanted = shards if shards is not None else job.dataset.plan.shard_ids()
+            return list(await asyncio.gather(*(replica.run_shard(s) for s in wanted))), replica.budget.peak
+        finally:
+            await replica.stop()
+
+    return asyncio.run(run())
+
+
+def stored_states(job: Job) -> dict[int, dict[int, np.ndarray]]:
+    """States of every good sample by index and layer, read from what the commit records name."""
+    store = open_store(job.config.output)
+    samples: dict[int, dict[int, np.ndarray]] = {}
+    for shard in job.dataset.plan.shard_ids():
+        record: CommitRecord = CommitRecord.from_bytes(store.get(commit_name(shard)), "commit")
+        if record.object is None:
+            continue
+        data = memoryview(store.get(record.object))
+        length = header_length(bytes(data[:8]), len(data))
+        tensors, _ = parse_header(bytes(data[8 : 8 + length]), len(data))
+        for i, start, count, status in zip(record.index, record.token_start, record.num_tokens, record.status, strict=True):
+            if status == "ok":
+                arrays = {k: tensors[state_name(k)] for k in job.dataset.layers}
+                samples[i] = {
+                    k: decode(t, data[t.start : t.start + t.nbytes])[start : start + count] for k, t in arrays.items()
+                }
+    return samples
+
+
+def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 600, rng.integers(1, 40)).tolist() for _ in range(count)]
+
+
+def test_every_sample_is_committed_with_the_engines_states(tmp_path: Path) -> None:
+    prompts = prompts_of(40)
+    job = make_job(tmp_path, prompts)
+    receipts, _ = run_all(job)
+    assert len(receipts) > 5 and sum(r.samples for r in receipts) == 40
+    assert sum(r.tokens for r in receipts) == sum(map(len, prompts))
+    assert not any(r.error or r.failed for r in receipts)
+    samples = stored_states(job)
+    assert sorted(samples) == list(range(40))
+    for i, prompt in enumerate(prompts):
+        for layer in (2, 8):
+            assert np.array_equal(samples[i][layer], fake_states(prompt, layer, HIDDEN))
+    assert list((tmp_path / "shm").glob("rayhs-*")) == []
+
+
+def test_a_refused_prompt_fails_alone(tmp_path: Path) -> None:
+    prompts = prompts_of(12)
+    prompts[5] = [1, REFUSED_TOKEN, 2]
+    job = make_job(tmp_path, prompts)
+    receipts, _ = run_all(job)
+    assert sum(r.failed for r in receipts) == 1 and not any(r.error for r in receipts)
+    assert sorted(stored_states(job)) == [i for i in range(12) if i != 5]
+    store = open_store(job.config.output)
+    shard = next(s for s in job.dataset.plan.shard_ids() if 5 in _record(store, s).index)
+    record = _record(store, shard)
+    assert record.reason[record.index.index(5)] == f"refused by the engine: token {REFUSED_TOKEN}"
+
+
+def _record(store: Any, shard: ShardId) -> CommitRecord:
+    record: CommitRecord = CommitRecord.from_bytes(store.get(commit_name(shard)), "commit")
+    return record
+
+
+def test_staging_never_passes_its_limit(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts_of(60))
+    limit = job.largest_shard_bytes
+    job = make_job(tmp_path, prompts_of(60), staging={"path": str(tmp_path / "shm"), "max_bytes": limit})
+    receipts, peak = run_all(job)
+    assert not any(r.error for r in receipts)
+    assert 0 < peak <= limit
+
+
+def test_staging_too_small_for_one_shard_says_so(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts_of(10), staging={"path": str(tmp_path / "shm"), "max_bytes": 1000})
+    with pytest.raises(EngineError, match="raise staging.max_bytes or lower shards.target_bytes"):
+        staging_bytes(job)
+
+
+def test_a_store_that_refuses_for_good_leaves_the_shard_uncommitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, prompts_of(12))
+    shards = job.dataset.plan.shard_ids()
+    store_class = type(open_store(job.config.output))
+    put_stream, attempts = store_class.put_stream, []
+
+    def refuse(self: Any, name: str, chunks: Any, size: int) -> None:
+        if name.startswith(f"shards/{shards[1]}"):
+            attempts.append(name)
+            raise StoreError("no such bucket")
+        put_stream(self, name, chunks, size)
+
+    monkeypatch.setattr(store_class, "put_stream", refuse)
+    receipts, _ = run_all(job)
+    assert [r.error for r in receipts if r.error] == ["no such bucket"]
+    assert len(attempts) == job.config.shards.attempts
+    store = open_store(job.config.output)
+    committed = {name for name, _ in store.list("commits/")}
+    assert committed == {commit_name(s) for s in shards if s != shards[1]}
+
+
+class DyingEngine(FakeEngine):
+    """Dies at prompt number ``at`` of each start, as often as ``deaths`` says."""
+
+    at = 3
+    deaths = 0
+    starts = 0
+
+    async def start(self) -> None:
+        DyingEngine.starts += 1
+        self._prompts = 0
+
+    async def extract(self, key: str, token_ids: Sequence[int]) -> None:
+        self._prompts += 1
+        if self._prompts >= DyingEngine.at and DyingEngine.deaths > 0:
+            DyingEngine.deaths -= 1
+            raise EngineError("the engine died: out of memory")
+        await super().extract(key, token_ids)
+
+
+def with_dying_engine(monkeypatch: pytest.MonkeyPatch, deaths: int, at: int) -> None:
+    def make(config: RunConfig, model: Any, layers: Sequence[int], area: Any) -> FakeEngine:
+        return DyingEngine(area, layers, HIDDEN, "float32")
+
+    DyingEngine.deaths, DyingEngine.at, DyingEngine.starts = deaths, at, 0
+    monkeypatch.setattr("rayhs.replica.make_engine", make)
+
+
+def test_an_engine_that_dies_is_started_again_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(12)
+    job = make_job(tmp_path, prompts)
+    with_dying_engine(monkeypatch, deaths=1, at=3)
+    receipts, _ = run_all(job)
+    assert DyingEngine.starts == 2
+    assert not any(r.error for r in receipts) and sorted(stored_states(job)) == list(range(12))
+
+
+def test_an_engine_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(tmp_path, prompts_of(12))
+    with_dying_engine(monkeypatch, deaths=10_000, at=1)
+    receipts, _ = run_all(job)
+    assert all(r.error for r in receipts)
+    assert DyingEngine.starts <= 4
+    assert list(open_store(job.config.output).list("commits/")) == []
+
+
+def test_a_failure_handed_over_by_the_connector_fails_the_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(FakeEngine):
+        async def extract(self, key: str, token_ids: Sequence[int]) -> None:
+            if len(token_ids) == 7:
+                self._area.fail(key, "copy failed: from the GPU: misaligned")
+            elif len(token_ids) == 9:
+                raise SampleError("refused by the engine: too odd")
+            else:
+                await super().extract(key, token_ids)
+
+    monkeypatch.setattr("rayhs.replica.make_engine", lambda c, m, layers, area: Failing(area, layers, HIDDEN, "float32"))
+    job = make_job(tmp_path, [[1, 2], list(range(7)), list(range(9)), [3, 4, 5]])
+    receipts, _ = run_all(job)
+    assert sum(r.failed for r in receipts) == 2
+    assert sorted(stored_states(job)) == [0, 3]
+
+
+@pytest.mark.parametrize(("stored", "shard_format"), [("bfloat16", "safetensors"), ("float16", "parquet")])
+def test_states_are_converted_to_the_stored_dtype(tmp_path: Path, stored: str, shard_format: str) -> None:
+    job = make_job(tmp_path, [[1, 2, 3], [4, 5]], shards={"dtype": stored, "format": shard_format})
+    receipts, _ = run_all(job)
+    assert sum(r.failed for r in receipts) == 0
+    record = _record(open_store(job.config.output), ShardId(0, 0))
+    assert str(record.object).endswith(shard_format) and record.num_tokens == [3, 2]
+
+
+def test_a_replica_killed_leaves_staging_that_the_next_one_frees(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts_of(4))
+    code = (
+        "import sys; from rayhs.staging import OwnedDirectory, StagingArea\n"
+        "StagingArea(OwnedDirectory(sys.argv[1]).path / 'engine1', 2**20).create('a', 1000)\n"
+        "import os, signal; print(1, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "shm")], check=False, env=os.environ)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "shm").iterdir())) == 1
+    run_all(job)
+    assert list((tmp_path / "shm").iterdir()) == []
