@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("rows", type=int)
     parser.add_argument("--tokens", type=int, default=32, help="mean tokens a row")
     parser.add_argument("--jsonl", action="store_true", help="jsonl instead of Parquet")
+    parser.add_argument("--no-ids", action="store_true", help="no id column: no search for duplicates")
     arguments = parser.parse_args()
     ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False)
     with tempfile.TemporaryDirectory() as name:
@@ -89,7 +90,7 @@ def main() -> None:
         config = parse_config(
             {
                 "model": "fake/8x64",
-                "prompts": {"path": str(folder / "in"), "token_ids": "ids", "id": "id"},
+                "prompts": {"path": str(folder / "in"), "token_ids": "ids", "id": None if arguments.no_ids else "id"},
                 "output": str(folder / "out"),
             }
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import as_completed
 from typing import TYPE_CHECKING, Any
@@ -146,17 +147,20 @@ def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan, in_flight
         enable_true_multi_threading=True,
     )
     rows: list[dict[str, Any]] = [{"shard": str(shard)} for shard in shards]
-    blocks = min(len(rows), _MAX_TASKS)
-    return ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
-        Extractor,  # type: ignore[arg-type]  # Ray types generators of batches too narrowly
-        fn_constructor_args=(job, plan),
-        batch_size=None,
-        batch_format="numpy",
-        compute=pool,
-        num_cpus=0 if plan.bundles else plan.cpus,
-        num_gpus=plan.gpus or None,
-        ray_remote_args_fn=plan.actor_arguments,
-    )
+    source = ray.data.from_items(rows, override_num_blocks=min(len(rows), _MAX_TASKS))
+    with warnings.catch_warnings():
+        # Restarts have no named argument yet; the general ones are deprecated ahead of it, for 2.64.
+        warnings.filterwarnings("ignore", message=".*ray_remote_args_fn.*")
+        return source.map_batches(
+            Extractor,
+            fn_constructor_args=(job, plan),
+            batch_size=None,
+            batch_format="numpy",
+            compute=pool,
+            num_cpus=0 if plan.bundles else plan.cpus,
+            num_gpus=plan.gpus or None,
+            ray_remote_args_fn=plan.actor_arguments,
+        )
 
 
 def _placement(bundles: list[dict[str, float]]) -> Any:

@@ -97,7 +97,7 @@ def check_index(table: pa.Table) -> None:
     good = np.asarray(pc.equal(table["status"], "ok"))
     known = np.asarray(pc.is_in(table["status"], pa.array(["ok", "failed", "rejected"])))
     placed = (table["token_start"].to_numpy() >= 0) & (table["num_tokens"].to_numpy() > 0)
-    has_shard = np.asarray(table["shard"].ischecked())
+    has_shard = np.asarray(table["shard"].is_valid())
     wrong = ~known | (good & ~(placed & has_shard))
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])

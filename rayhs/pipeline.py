@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from rayhs.catalog import committed_shards, read_dataset_record, read_summary
 from rayhs.codec import STATE_DTYPES
 from rayhs.config import RunConfig, load_config, parse_config
 from rayhs.engine import device
@@ -28,7 +29,7 @@ from rayhs.errors import (
 from rayhs.extractor import ReplicaPlan, extract_shards
 from rayhs.fake import parse_fake_model
 from rayhs.identity import dataset_record, identity_of, refuse_other
-from rayhs.indexing import Totals, committed_shards, write_index
+from rayhs.indexing import write_index
 from rayhs.layers import resolve_layers
 from rayhs.layout import DATASET, SUMMARY, DatasetRecord, ShardId, Summary
 from rayhs.model import ModelInfo, describe_model
@@ -166,10 +167,9 @@ class _Run:
 
     def _existing(self) -> DatasetRecord | None:
         try:
-            record: DatasetRecord = DatasetRecord.from_bytes(self.store.get(DATASET), DATASET)
+            return read_dataset_record(self.store)
         except ObjectNotFound:
             return None
-        return record
 
     def refuse_rejected(self, dataset: DatasetRecord) -> None:
         plan, limit = dataset.plan, self.config.prompts.max_rejected
@@ -180,7 +180,7 @@ class _Run:
             )
 
     def extract_missing(self, dataset: DatasetRecord) -> _Done:
-        committed = committed_shards(self.store)
+        committed = set(committed_shards(self.store))
         missing = [shard for shard in dataset.plan.shard_ids() if shard not in committed]
         done = _Done(total=dataset.plan.samples - dataset.plan.rejected)
         if missing:
@@ -209,8 +209,11 @@ class _Run:
                 f"{len(done.errors)} of {len(dataset.plan.shard_ids())} shards were not committed (first: {shard}: "
                 f"{error}); run the same command again to finish"
             )
+        finished = read_summary(self.store)
+        if finished is not None and not done.shards:
+            return finished
         self.on_progress(Progress("indexing", 0, len(dataset.plan.files)))
-        totals: Totals = write_index(self.store, dataset.plan)
+        totals = write_index(self.store, dataset.plan)
         summary = Summary(
             samples=dataset.plan.samples,
             ok=totals.ok,
@@ -238,11 +241,12 @@ class _Done:
         self.total = total
         self.seconds = 0.0
         self._first = float("inf")
-        self.samples = self.tokens = self.bytes = 0
+        self.shards = self.samples = self.tokens = self.bytes = 0
         self.errors: dict[str, str] = {}
         self.fatal = ""
 
     def add(self, receipt: Receipt) -> None:
+        self.shards += not receipt.error
         self.samples += int(receipt.samples)
         self.tokens += int(receipt.tokens)
         self.bytes += int(receipt.bytes)

@@ -69,7 +69,7 @@ class SamplesWriter:
     def __init__(self, number: int, first_index: int, rule: CutRule) -> None:
         self._number, self._index, self._rule = number, first_index, rule
         self._sink = io.BytesIO()
-        self._writer = pq.ParquetWriter(self._sink, SAMPLES_SCHEMA, compression="zstd")
+        self._writer = pq.ParquetWriter(self._sink, SAMPLES_SCHEMA, compression="zstd", write_page_checksum=True)
         self._shard: list[PlannedSample] = []
         self._held = 0
         self._digest = xxhash.xxh3_128()
@@ -185,7 +185,7 @@ def _hash_rows(rows: Sequence[Any]) -> str:
     digest = xxhash.xxh3_128()
     for row in rows:
         try:
-            text = json.dumps(row, default=_hashable)
+            text = json.dumps(row, default=_hashable, sort_keys=True)
         except (TypeError, ValueError):
             text = repr(row)
         digest.update(text.encode(errors="backslashreplace") + b"\n")

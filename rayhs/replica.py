@@ -6,14 +6,14 @@ No Ray here: `rayhs.extractor` wraps it into an actor, tests run it as it is.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import pyarrow.parquet as pq
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from rayhs.arrivals import Arrivals
 from rayhs.budget import ByteBudget
@@ -21,9 +21,10 @@ from rayhs.codec import STATE_DTYPES, staged_bytes_at_most
 from rayhs.config import RunConfig
 from rayhs.engine import Engine, make_engine
 from rayhs.errors import EngineError, SampleError, StoreError
-from rayhs.layout import PLANNED, DatasetRecord, ShardId, new_attempt, samples_name
+from rayhs.layout import PLANNED, DatasetRecord, ShardId, new_attempt
 from rayhs.log import logger
 from rayhs.model import ModelInfo
+from rayhs.plan_reader import PlanReader
 from rayhs.shards import FailedSample, GoodSample, PlannedSample, ShardSpec, read_staged, write_shard
 from rayhs.staging import OwnedDirectory, StagingArea
 from rayhs.store import Store, open_store
@@ -31,6 +32,23 @@ from rayhs.store import Store, open_store
 _MAX_ENGINE_STARTS = 4
 _STAGED_SHARDS = 4
 _SHM_SHARE = 0.8
+_PLAN_COLUMNS = ["index", "sample_id", "status", "token_ids", "loss_mask"]
+
+# Of dataset.json, in every object's metadata: one that strays, or a damaged dataset.json, is noticed.
+_REPEATED_IDENTITY = {
+    "format_version",
+    "model",
+    "revision",
+    "model_hash",
+    "tokenizer_hash",
+    "chat_template_hash",
+    "num_layers",
+    "hidden_size",
+    "dtype",
+    "engine_dtype",
+    "shard_format",
+    "include_generated",
+}
 
 
 @dataclass(frozen=True)
@@ -44,14 +62,9 @@ class Job:
     @property
     def shard_spec(self) -> ShardSpec:
         record = self.dataset
-        metadata = {
-            "format_version": str(record.format_version),
-            "model": record.model,
-            "model_hash": record.model_hash,
-            "layers": ",".join(map(str, record.layers)),
-            "dtype": record.dtype,
-            "plan": record.plan.fingerprint,
-        }
+        identity = record.model_dump(include=_REPEATED_IDENTITY, exclude_none=True)
+        metadata = {key: str(value) for key, value in identity.items()}
+        metadata |= {"layers": ",".join(map(str, record.layers)), "plan": record.plan.fingerprint}
         return ShardSpec(
             tuple(record.layers),
             record.hidden_size,
@@ -129,6 +142,7 @@ class Replica:
         self._job = job
         self._spec = job.shard_spec
         self._store: Store = open_store(job.config.output, job.config.storage)
+        self._plan = PlanReader(self._store, job.dataset.plan)
         limit = staging_bytes(job, replicas_per_node)
         self._owned = OwnedDirectory(job.config.staging.path)
         self.budget = ByteBudget(limit)
@@ -184,7 +198,8 @@ class Replica:
 
     async def _attempt(self, shard: ShardId, engine: Engine) -> Receipt:
         started = time.time()
-        planned = await asyncio.to_thread(read_planned, self._store, shard)
+        rows = await asyncio.to_thread(self._plan.rows, shard, _PLAN_COLUMNS)
+        planned = planned_samples(rows)
         async with self.budget.reserve(self._staged_bytes(planned)):
             results = await self._extract_all(shard, planned, engine)
             record = await asyncio.to_thread(write_shard, self._store, shard, results, self._spec)
@@ -238,23 +253,13 @@ class Replica:
             return FailedSample(planned, str(error))
 
 
-def read_planned(store: Store, shard: ShardId) -> list[PlannedSample]:
-    """The planned samples of a shard, from its row group."""
-    with contextlib.closing(store.open_input(samples_name(shard.file))) as source:
-        table = pq.ParquetFile(source).read_row_group(shard.group)
-    rows = table.select(["index", "sample_id", "status", "token_ids", "loss_mask"]).to_batches()
+def planned_samples(rows: pa.Table) -> list[PlannedSample]:
+    """The samples to extract, out of the rows of a shard (rejected rows are left out)."""
+    kept = rows.filter(pc.equal(rows["status"], PLANNED)).combine_chunks()
     samples = []
-    for batch in rows:
-        for i in range(batch.num_rows):
-            if batch["status"][i].as_py() != PLANNED:
-                continue
-            mask = batch["loss_mask"][i].values
-            samples.append(
-                PlannedSample(
-                    batch["index"][i].as_py(),
-                    batch["sample_id"][i].as_py(),
-                    batch["token_ids"][i].values.to_numpy(),
-                    None if mask is None else mask.to_numpy(),
-                )
-            )
+    for index, sample_id, token_ids, loss_mask in zip(
+        kept["index"].to_pylist(), kept["sample_id"].to_pylist(), kept["token_ids"], kept["loss_mask"], strict=True
+    ):
+        mask = loss_mask.values.to_numpy() if loss_mask.is_valid else None
+        samples.append(PlannedSample(index, sample_id, token_ids.values.to_numpy(), mask))
     return samples

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _TASK_RETRIES = 3  # of a task whose process died; Ray's own default is to retry for ever
 _MAX_TASKS = 256
+_HASHED_ROWS = 8192  # of a task and partition: 192 KiB
 
 
 def make_plan(
@@ -146,10 +147,23 @@ def _duplicates(blocks: Sequence[Block], job_ref: Any) -> Any:
 
     options = {"max_retries": _TASK_RETRIES}
     map_task = ray.remote(**options, num_returns=partitions)(hash_part)
-    parts = [map_task.remote(job_ref, group) for group in _groups(blocks)]
+    parts = [map_task.remote(job_ref, group) for group in _hash_groups(blocks, partitions)]
     by_partition = list(zip(*parts, strict=True)) if partitions > 1 else [parts]
     found = [ray.remote(**options)(find).remote(*tables) for tables in by_partition]
     return ray.remote(**options)(merge).remote(*found)
+
+
+def _hash_groups(blocks: Sequence[Block], partitions: int) -> list[Sequence[Block]]:
+    # Results under 100 kB are kept in the driver's own memory, so every task's tables must be larger.
+    groups: list[list[Block]] = [[]]
+    rows = 0
+    for block in blocks:
+        if rows >= partitions * _HASHED_ROWS:
+            groups.append([])
+            rows = 0
+        groups[-1].append(block)
+        rows += block.start.rows
+    return list(groups)
 
 
 def _tokenise(blocks: Sequence[Block], job_ref: Any, duplicates_ref: Any, workers: int | None) -> Iterator[Receipt]:
