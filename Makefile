@@ -18,8 +18,8 @@ help:
 install: $(STAMP)
 	@echo "installed: $(BIN)/rayhs"
 
-$(STAMP): pyproject.toml constraints.txt tools/install tools/excludes.txt
-	@tools/install
+$(STAMP): pyproject.toml constraints.txt .ci/tools/install .ci/tools/excludes.txt
+	@.ci/tools/install
 	@touch $@
 
 demo: $(STAMP)
@@ -41,7 +41,7 @@ format: $(STAMP)
 
 # Pins every package of the CPU install; run it after a change of pyproject.toml.
 constraints: $(STAMP)
-	tools/constraints
+	.ci/tools/constraints
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache demo-output bench-output

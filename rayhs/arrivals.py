@@ -33,7 +33,9 @@ class Arrivals:
             async with asyncio.timeout(timeout):
                 await arrived
         except TimeoutError:
-            raise SampleError(f"no states: the engine answered, but none were handed over within {timeout:.0f} s") from None
+            raise SampleError(
+                f"no states: the engine answered, but none were handed over within {timeout:.0f} s"
+            ) from None
         finally:
             self._waiting.pop(key, None)
         return self._area.take(key)

@@ -143,19 +143,22 @@ def _parse_tensor(name: str, entry: object, base: int) -> StoredTensor:
     if not isinstance(entry, dict):
         raise FormatError(f"safetensors tensor {name!r} is not described by an object")
     dtype = _CODES.get(entry.get("dtype", "")) if isinstance(entry.get("dtype"), str) else None
-    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    shape, offsets = _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
     if dtype is None:
         raise FormatError(f"safetensors tensor {name!r} has the unknown dtype {entry.get('dtype')!r}")
-    if not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
+    if shape is None or offsets is None or len(offsets) != 2:
         raise FormatError(f"safetensors tensor {name!r} has a malformed shape or malformed offsets")
     tensor = StoredTensor(name, dtype, tuple(shape), base + offsets[0])
-    if offsets[1] - offsets[0] != tensor.nbytes:
-        raise FormatError(f"safetensors tensor {name!r}: shape {shape} and its {offsets[1] - offsets[0]} bytes disagree")
+    found = offsets[1] - offsets[0]
+    if found != tensor.nbytes:
+        raise FormatError(f"safetensors tensor {name!r}: shape {shape} and its {found} bytes disagree")
     return tensor
 
 
-def _is_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value)
+def _counts(value: object) -> list[int] | None:
+    if isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value):
+        return value
+    return None
 
 
 def decode(tensor: TensorSpec, data: bytes | memoryview, rows: int | None = None) -> Array:

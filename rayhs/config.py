@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 
 from rayhs.errors import ConfigError
 from rayhs.layout import ShardFormat
+
+_FAKE_MODEL = re.compile(r"fake/([1-9]\d{0,3})x([1-9]\d{0,5})")
 
 StorageDtype = Literal["model", "float16", "bfloat16", "float32"]
 
@@ -134,6 +137,12 @@ class RunConfig(Section):
     shards: ShardsConfig = ShardsConfig()
     staging: StagingConfig = StagingConfig()
     storage: StorageConfig = StorageConfig()
+
+
+def fake_shape(model: str) -> tuple[int, int] | None:
+    """``(layers, hidden)`` of the fake engine's models, ``fake/<layers>x<hidden>``; None for any other model."""
+    match = _FAKE_MODEL.fullmatch(model)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

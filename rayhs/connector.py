@@ -129,7 +129,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if not is_key(key):
             return False, {"hidden_states_error": f"rayhs_key {key!r} is not a file name of letters, digits, . _ -"}
         # The last sampled token was never an input, so it has no state.
-        token_ids = list(request.all_token_ids)[:-1] if params.get("include_output_tokens") else request.prompt_token_ids
+        token_ids = (
+            list(request.all_token_ids)[:-1] if params.get("include_output_tokens") else request.prompt_token_ids
+        )
         reason = self._why_not(request, token_ids, block_ids, unwritten_from)
         if reason is not None:
             self._area.fail(key, f"not extracted: {reason}")
@@ -137,9 +139,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._finished.append(Save(request.request_id, key, list(token_ids), list(block_ids)))
         return True, {"hidden_states_path": str(self._area.path(key))}
 
-    def _why_not(
-        self, request: Any, token_ids: Any, block_ids: list[int], unwritten_from: int | None
-    ) -> str | None:
+    def _why_not(self, request: Any, token_ids: Any, block_ids: list[int], unwritten_from: int | None) -> str | None:
         if not token_ids:
             return "the prompt has no token ids (prompt embeddings can't be extracted)"
         if unwritten_from is not None and unwritten_from < len(token_ids):
@@ -166,7 +166,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._carries = get_tensor_model_parallel_rank() == 0
         if self._carries:
             on_cuda = tensor.device.type == "cuda"
-            self._copier = CudaCopier(cache, self._area, self._pinned_bytes) if on_cuda else HostCopier(cache, self._area)
+            self._copier = (
+                CudaCopier(cache, self._area, self._pinned_bytes) if on_cuda else HostCopier(cache, self._area)
+            )
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
         return None

@@ -45,7 +45,7 @@ class StateCache:
     @property
     def token_bytes(self) -> int:
         """Bytes of all layers of one token."""
-        return len(self.layers) * self.hidden * self.tensor.element_size()
+        return len(self.layers) * self.hidden * int(self.tensor.element_size())
 
     def block(self, block_id: int, tokens: int) -> torch.Tensor:
         """View `[layers, tokens, hidden]` of the first ``tokens`` positions of a block."""

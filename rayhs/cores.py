@@ -35,7 +35,9 @@ class CoreClaim:
         if len(self.cores) < count:
             free = len(self.cores)
             self.release()
-            raise EngineError(f"{count} CPU cores wanted for a replica, {free} are free; lower cluster.cpus_per_replica")
+            raise EngineError(
+                f"{count} CPU cores wanted for a replica, {free} are free; lower cluster.cpus_per_replica"
+            )
 
     def thread_binding(self, ranks: int) -> str:
         """vLLM's ``VLLM_CPU_OMP_THREADS_BIND``: the cores of each tensor parallel rank, ``0,1|2,3``."""

@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rayhs.catalog import committed_shards, read_dataset_record, read_summary
 from rayhs.config import StorageConfig
 from rayhs.errors import ConfigError, IncompleteDataset, SampleError
-from rayhs.index_table import partial_index, read_index
 from rayhs.layout import DatasetRecord, Summary
-from rayhs.plan_reader import PlanReader
-from rayhs.sample import LayerStates, Sample
-from rayhs.shard_reader import ShardReader
+from rayhs.reading.catalog import committed_shards, read_dataset_record, read_summary
+from rayhs.reading.index_table import partial_index, read_index
+from rayhs.reading.plan_reader import PlanReader
+from rayhs.reading.sample import LayerStates, Sample
+from rayhs.reading.shard_reader import ShardReader
 from rayhs.store import Store, open_store
 
 __all__ = ["Dataset", "Sample", "open_dataset"]

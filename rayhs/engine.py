@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, Protocol
 
-from rayhs.config import EngineConfig, RunConfig
-from rayhs.errors import EngineError, SampleError
-from rayhs.fake import FakeEngine, parse_fake_model
+from rayhs.config import EngineConfig, RunConfig, fake_shape
+from rayhs.errors import EngineError, SampleError, one_line
+from rayhs.fake import FakeEngine
 from rayhs.model import ModelInfo, engine_dtype
 from rayhs.staging import StagingArea
-
 
 _CPU_CACHE_MOST_GIB = 16
 
@@ -38,10 +37,9 @@ class Engine(Protocol):
 
 
 def make_engine(config: RunConfig, model: ModelInfo, layers: Sequence[int], area: StagingArea) -> Engine:
-    if parse_fake_model(config.model):
-        dtype = engine_dtype(config, model)
-        return FakeEngine(area, layers, model.hidden_size, dtype, config.engine.include_generated)
-    return VllmEngine(config, layers, area)
+    if fake_shape(config.model):
+        return FakeEngine(area, layers, model.hidden_size, engine_dtype(config, model), config.engine.include_generated)
+    return VllmEngine(config, engine_dtype(config, model), layers, area)
 
 
 def speculative_config(layers: Sequence[int]) -> dict[str, Any]:
@@ -63,8 +61,10 @@ def kv_transfer_config(area: StagingArea) -> dict[str, Any]:
     }
 
 
-def engine_arguments(config: RunConfig, layers: Sequence[int], area: StagingArea) -> dict[str, Any]:
+def engine_arguments(config: RunConfig, dtype: str, layers: Sequence[int], area: StagingArea) -> dict[str, Any]:
     """Keyword arguments of vLLM's engine; ``engine.vllm`` of the run file is laid over the defaults.
+
+    ``dtype`` is stated always: vLLM's own "auto" turns a float32 checkpoint into bfloat16.
 
     Raises:
         EngineError: ``engine.vllm`` sets what rayhs itself decides.
@@ -73,7 +73,7 @@ def engine_arguments(config: RunConfig, layers: Sequence[int], area: StagingArea
     ours: dict[str, Any] = {
         "model": config.model,
         "revision": config.revision,
-        "dtype": engine.dtype,
+        "dtype": dtype,
         "max_model_len": engine.max_model_len,
         "tensor_parallel_size": engine.tensor_parallel_size,
         "distributed_executor_backend": _executor(engine),
@@ -114,8 +114,8 @@ def device() -> str:
 class VllmEngine:
     """vLLM's AsyncLLM; its core runs in a process of its own, started by spawn."""
 
-    def __init__(self, config: RunConfig, layers: Sequence[int], area: StagingArea) -> None:
-        self._arguments = engine_arguments(config, layers, area)
+    def __init__(self, config: RunConfig, dtype: str, layers: Sequence[int], area: StagingArea) -> None:
+        self._arguments = engine_arguments(config, dtype, layers, area)
         self._generated = config.engine.include_generated
         self._llm: Any = None
 
@@ -131,7 +131,7 @@ class VllmEngine:
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
         except (RuntimeError, ValueError, TypeError, OSError, AssertionError, NotImplementedError) as error:
-            raise EngineError(f"vLLM did not start: {_one_line(error)}") from error
+            raise EngineError(f"vLLM did not start: {one_line(error)}") from error
 
     async def extract(self, key: str, token_ids: Sequence[int]) -> None:
         from vllm import SamplingParams
@@ -146,15 +146,14 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"kv_transfer_params": transfer},
         )
-        answer = None
+        prompt = {"prompt_token_ids": list(token_ids)}
         try:
-            async for answer in self._llm.generate({"prompt_token_ids": list(token_ids)}, sampling, request_id=key):
-                pass
+            answers = [answer async for answer in self._llm.generate(prompt, sampling, request_id=key)]
         except EngineDeadError as error:
-            raise EngineError(f"the engine died: {_one_line(error)}") from error
+            raise EngineError(f"the engine died: {one_line(error)}") from error
         except _request_errors() as error:
-            raise SampleError(f"refused by the engine: {_one_line(error)}") from None
-        refused = ((answer and answer.kv_transfer_params) or {}).get("hidden_states_error")
+            raise SampleError(f"refused by the engine: {one_line(error)}") from None
+        refused = (answers[-1].kv_transfer_params or {}).get("hidden_states_error")
         if refused:
             raise SampleError(f"not extracted: {refused}")
 
@@ -171,7 +170,3 @@ def _request_errors() -> tuple[type[Exception], ...]:
 
     base: type[Exception] = getattr(vllm.exceptions, "VLLMError", ValueError)
     return (base, ValueError, TypeError, EngineGenerateError)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__

@@ -76,3 +76,14 @@ class SampleError(RayhsError):
 
 class PromptRejected(RayhsError):
     """One prompt can't become a sample; its message becomes the row's ``reason``."""
+
+
+def one_line(error: object, limit: int = 500) -> str:
+    """A message on one line, whatever its source, cut to ``limit`` characters."""
+    return " ".join(str(error).split())[:limit]
+
+
+def first_line(error: BaseException) -> str:
+    """An exception of other people's code as one line: its type, and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rayhs.config import RunConfig
+from rayhs.config import RunConfig, fake_shape
 from rayhs.cores import CoreClaim
 from rayhs.errors import ConfigError, EngineError
-from rayhs.fake import parse_fake_model
 from rayhs.layout import ShardId
 from rayhs.log import configure
 from rayhs.replica import Job, Receipt, Replica
@@ -86,7 +85,7 @@ class ReplicaPlan:
         self.gpus = 0
         self.bundles: list[dict[str, float]] = []
         self.cpus = float(cluster.cpus_per_replica or 1)
-        if parse_fake_model(config.model):
+        if fake_shape(config.model):
             self.per_node = self.replicas[1]
             return
         if device == "cpu":
@@ -109,10 +108,11 @@ class ReplicaPlan:
 
     def _take_gpus(self, nodes: list[dict[str, float]], tensor_parallel: int, executor: str) -> None:
         per_node = [int(node.get("GPU", 0)) for node in nodes]
-        fits = max(per_node, default=0) >= tensor_parallel
-        if executor == "mp" and not fits and any(per_node):
+        most = max(per_node, default=0)
+        fits = most >= tensor_parallel
+        if executor == "mp" and not fits and most:
             raise ConfigError(
-                f"engine.distributed_executor: mp needs {tensor_parallel} GPUs on one node, the largest has {max(per_node)}; "
+                f"engine.distributed_executor: mp needs {tensor_parallel} GPUs on one node, the largest has {most}; "
                 "use auto or ray"
             )
         if executor == "ray" or (executor == "auto" and not fits and sum(per_node) >= tensor_parallel > 1):

@@ -7,7 +7,6 @@ model name ``fake/<layers>x<hidden>`` selects it.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +15,6 @@ from rayhs.codec import STATE_DTYPES, Array, build_header, staged_specs
 from rayhs.errors import SampleError
 from rayhs.staging import StagingArea
 
-_NAME = re.compile(r"fake/([1-9]\d{0,3})x([1-9]\d{0,5})")
 _TABLE_ROWS = 1021  # prime, so that (token, position, layer) rarely meet in one row
 _TABLES: dict[tuple[int, str], Array] = {}
 
@@ -24,16 +22,11 @@ REFUSED_TOKEN = 666
 """A prompt with this token id is refused, as an engine refuses a request."""
 
 
-def parse_fake_model(model: str) -> tuple[int, int] | None:
-    """``(layers, hidden)`` of a fake model's name; None for any other model."""
-    match = _NAME.fullmatch(model)
-    return (int(match[1]), int(match[2])) if match else None
-
-
 def fake_states(token_ids: Sequence[int], layer: int, hidden: int, dtype: str = "float32") -> Array:
     """The states `[tokens, hidden]` the fake engine gives a prompt at layer id ``layer``."""
     rows = (np.asarray(token_ids, np.int64) * 31 + np.arange(len(token_ids)) * 17 + layer * 7) % _TABLE_ROWS
-    return _table(hidden, dtype)[rows]
+    states: Array = _table(hidden, dtype)[rows]
+    return states
 
 
 def _table(hidden: int, dtype: str) -> Array:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayhs.catalog import read_commits
-from rayhs.index_table import index_rows
 from rayhs.layout import Plan, ShardId, index_name
-from rayhs.plan_reader import PlanReader
+from rayhs.reading.catalog import read_commits
+from rayhs.reading.index_table import index_rows
+from rayhs.reading.plan_reader import PlanReader
 from rayhs.store import Store
 
 _COLUMNS = ["index", "sample_id", "status", "reason"]

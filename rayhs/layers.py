@@ -65,9 +65,8 @@ def _resolve_one(item: str | int, n: int) -> tuple[int, ...]:
 def _dflash(n: int) -> tuple[int, ...]:
     # DFlash's build_target_layer_ids: round(1 + i * (n - 4) / (draft_layers - 1)), 0-based layer
     # outputs, hence + 1 here.
-    if n < 4 + _DFLASH_DRAFT_LAYERS:
-        raise ConfigError(
-            f"layers: dflash needs at least {4 + _DFLASH_DRAFT_LAYERS} decoder layers, the model has {n}; list ids instead"
-        )
+    least = 4 + _DFLASH_DRAFT_LAYERS
+    if n < least:
+        raise ConfigError(f"layers: dflash needs at least {least} decoder layers, the model has {n}; list ids instead")
     steps = _DFLASH_DRAFT_LAYERS - 1
     return tuple(round(1 + i * (n - 4) / steps) + 1 for i in range(_DFLASH_DRAFT_LAYERS))

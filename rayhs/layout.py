@@ -228,7 +228,9 @@ class CommitRecord(Record):
         if self.object is not None:
             match = _OBJECT.fullmatch(self.object)
             if match is None or match[1] != self.shard or match[2] != self.attempt:
-                raise ValueError(f"object name {self.object!r} is not one of shard {self.shard}, attempt {self.attempt}")
+                raise ValueError(
+                    f"object name {self.object!r} is not one of shard {self.shard}, attempt {self.attempt}"
+                )
         elif "ok" in self.status:
             raise ValueError("good samples without an object")
         expected = 0

@@ -9,9 +9,9 @@ from typing import Any
 
 import xxhash
 
-from rayhs.config import RunConfig
-from rayhs.errors import ConfigError
-from rayhs.tokenizer import TokenizerSource, fake_shape, first_line, open_tokenizer
+from rayhs.config import RunConfig, fake_shape
+from rayhs.errors import ConfigError, first_line
+from rayhs.prompts.tokenizer import TokenizerSource, open_tokenizer
 
 FAKE_VOCABULARY = 1024
 FAKE_POSITIONS = 131_072

@@ -13,9 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from rayhs.catalog import committed_shards, read_dataset_record, read_summary
 from rayhs.codec import STATE_DTYPES
-from rayhs.config import RunConfig, load_config, parse_config
+from rayhs.config import RunConfig, fake_shape, load_config, parse_config
 from rayhs.engine import device
 from rayhs.errors import (
     EXIT_OK,
@@ -25,18 +24,22 @@ from rayhs.errors import (
     ObjectNotFound,
     RayhsError,
     TooManyRejected,
+    one_line,
 )
 from rayhs.extractor import ReplicaPlan, extract_shards
-from rayhs.fake import parse_fake_model
 from rayhs.identity import dataset_record, identity_of, refuse_other
 from rayhs.indexing import write_index
 from rayhs.layers import resolve_layers
 from rayhs.layout import DATASET, SUMMARY, DatasetRecord, ShardId, Summary
 from rayhs.model import ModelInfo, describe_model
+from rayhs.plan import input_fingerprint
+from rayhs.reading.catalog import committed_shards, read_dataset_record, read_summary
 from rayhs.replica import Job, Receipt, staging_bytes
-from rayhs.samples import input_fingerprint, make_plan
+from rayhs.samples import make_plan
 from rayhs.store import Store, open_store
 from rayhs.versions import check_versions
+
+_RAY_STARTS = 3
 
 Phase = Literal["planning", "starting", "extracting", "indexing"]
 
@@ -138,7 +141,7 @@ def run_plan(config: RunConfig, on_progress: OnProgress = _ignore) -> PlanResult
 
 class _Run:
     def __init__(self, config: RunConfig, on_progress: OnProgress) -> None:
-        check_versions(vllm=parse_fake_model(config.model) is None)
+        check_versions(vllm=fake_shape(config.model) is None)
         self.config = config
         self.on_progress = on_progress
         self.store: Store = open_store(config.output, config.storage)
@@ -269,12 +272,7 @@ def _cluster(config: RunConfig) -> Iterator[None]:
 
     joined_before = ray.is_initialized()
     if not joined_before:
-        address = None if config.cluster.address == "auto" else config.cluster.address
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:  # a node that does not come up is a bare Exception of Ray's
-            line = " ".join(str(error).split())[:300]
-            raise ConfigError(f"cluster.address {config.cluster.address}: {line}; start a cluster or use local") from error
+        _join_or_start(config.cluster.address)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -284,3 +282,24 @@ def _cluster(config: RunConfig) -> Iterator[None]:
     finally:
         if not joined_before:
             ray.shutdown()
+
+
+def _join_or_start(address: str) -> None:
+    import ray
+
+    for remaining in reversed(range(_RAY_STARTS)):
+        try:
+            # A Ray of our own has no dashboard: on a busy host its agent is late, and the node gives up.
+            ray.init(
+                address=None if address == "auto" else address,
+                include_dashboard=False if address == "local" else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+            return
+        except Exception as error:  # a node that does not come up is a bare Exception of Ray's
+            ray.shutdown()
+            if address not in ("auto", "local"):
+                raise ConfigError(f"cluster.address {address}: {one_line(error)}; is a Ray running there?") from error
+            if not remaining:
+                raise RayhsError(f"Ray did not start here: {one_line(error)}; see /tmp/ray/session_latest/logs") from error

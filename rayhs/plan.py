@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import xxhash
 
 from rayhs.config import RunConfig
-from rayhs.inputs import discover, fingerprint_files
 from rayhs.layout import PLANNED, SAMPLES_SCHEMA, Plan, SamplesFile
-from rayhs.rows import PlannedSample, category
+from rayhs.prompts.inputs import discover, fingerprint_files
+from rayhs.prompts.rows import PlannedSample, category
 
 _FINGERPRINT_VERSION = 1
 

@@ -24,7 +24,7 @@ from rayhs.errors import EngineError, SampleError, StoreError
 from rayhs.layout import PLANNED, DatasetRecord, ShardId, new_attempt
 from rayhs.log import logger
 from rayhs.model import ModelInfo
-from rayhs.plan_reader import PlanReader
+from rayhs.reading.plan_reader import PlanReader
 from rayhs.shards import FailedSample, GoodSample, PlannedSample, ShardSpec, read_staged, write_shard
 from rayhs.staging import OwnedDirectory, StagingArea
 from rayhs.store import Store, open_store
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def token_bytes(self) -> int:
-        """Host bytes of one token's states while its shard is in flight (staged, and converted where stored otherwise)."""
+        """Host bytes of one token's states in flight: staged, and converted where they are stored in another dtype."""
         record = self.dataset
         dtypes = {record.engine_dtype, record.dtype}
         return len(record.layers) * record.hidden_size * sum(STATE_DTYPES[d].itemsize for d in dtypes)

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from rayhs.catalog import committed_shards, read_commits, read_dataset_record, read_summary
 from rayhs.codec import Array
 from rayhs.dataset import Dataset, Sample
 from rayhs.errors import ConfigError
-from rayhs.index_table import read_index_file
 from rayhs.layout import DatasetRecord, ShardId
-from rayhs.plan_reader import PlanReader
+from rayhs.reading.catalog import committed_shards, read_commits, read_dataset_record, read_summary
+from rayhs.reading.index_table import read_index_file
+from rayhs.reading.plan_reader import PlanReader
 from rayhs.store import Store
 
 _FIRST_TOKENS = 16

@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rayhs.config import RunConfig, StorageConfig
-from rayhs.errors import ConfigError, InputError, RayhsError
-from rayhs.ids import Table, find_duplicates, hash_ids, merge_duplicates, partitions_for
-from rayhs.inputs import InputFile, discover
+from rayhs.errors import ConfigError, InputError, RayhsError, first_line
 from rayhs.layout import Plan
 from rayhs.model import ModelInfo
 from rayhs.plan import Receipt, assemble, input_fingerprint
-from rayhs.readers import PYTHON_LABEL, Block, FileScan, file_blocks, python_blocks, scan_file
+from rayhs.prompts.ids import Table, find_duplicates, hash_ids, merge_duplicates, partitions_for
+from rayhs.prompts.inputs import InputFile, discover
+from rayhs.prompts.readers import PYTHON_LABEL, Block, FileScan, file_blocks, python_blocks, scan_file
 from rayhs.store import Store
 from rayhs.tokenise import Job, make_job, tokenise_block
-from rayhs.tokenizer import first_line
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from rayhs import codec, parquet_codec
@@ -81,7 +82,9 @@ def read_staged(memory: memoryview, planned: PlannedSample, spec: ShardSpec) -> 
     prompt = len(planned.token_ids)
     extra = len(token_ids) - prompt
     if not 0 <= extra <= spec.include_generated or not np.array_equal(token_ids[:prompt], planned.token_ids):
-        raise SampleError(f"wrong states: {len(token_ids)} tokens came back for a prompt of {prompt}, or of other tokens")
+        raise SampleError(
+            f"wrong states: {len(token_ids)} tokens came back for a prompt of {prompt}, or of other tokens"
+        )
     expected = {codec.state_name(k) for k in spec.layers}
     if set(arrays) != expected:
         raise SampleError(f"wrong states: layers {sorted(arrays)} came back, expected {sorted(expected)}")
@@ -102,7 +105,9 @@ def sample_checksum(states: Mapping[int, Array]) -> str:
 
 def _checked(states: Array, token_ids: Array, layer: int, spec: ShardSpec) -> Array:
     if states.shape != (len(token_ids), spec.hidden):
-        raise SampleError(f"wrong states: layer {layer} has shape {list(states.shape)}, expected {[len(token_ids), spec.hidden]}")
+        raise SampleError(
+            f"wrong states: layer {layer} has shape {list(states.shape)}, expected {[len(token_ids), spec.hidden]}"
+        )
     check_states(states, token_ids, layer)
     if spec.dtype == spec.engine_dtype:
         return states
@@ -131,7 +136,7 @@ def check_states(states: Array, token_ids: Array, layer: int) -> None:
         SampleError: which check failed, on which layer.
     """
     view, mask, infinity = _ABS_BITS[str(states.dtype)]
-    bits = states.view(view)
+    bits: npt.NDArray[Any] = states.view(view)
     rows = max(1, _CHECK_ROWS_BYTES // max(1, bits.shape[1] * bits.itemsize))
     # Bit tests in cache-sized pieces: several times faster than isfinite, and ml_dtypes has no fast one.
     largest = max(int((bits[i : i + rows] & view(mask)).max()) for i in range(0, len(bits), rows))
@@ -139,9 +144,12 @@ def check_states(states: Array, token_ids: Array, layer: int) -> None:
         raise SampleError(f"not finite: layer {layer} has NaN or infinite states")
     if largest == 0:
         raise SampleError(f"all zero: layer {layer}")
-    if len(bits) > 1 and np.array_equal(bits[0], bits[-1]) and (bits == bits[0]).all():
-        if not (token_ids == token_ids[0]).all():
-            raise SampleError(f"constant: layer {layer} has the same state for every token")
+    if _constant(bits) and not (token_ids == token_ids[0]).all():
+        raise SampleError(f"constant: layer {layer} has the same state for every token")
+
+
+def _constant(bits: npt.NDArray[Any]) -> bool:
+    return len(bits) > 1 and np.array_equal(bits[0], bits[-1]) and bool((bits == bits[0]).all())
 
 
 def write_shard(
@@ -208,9 +216,7 @@ def _parquet_pieces(
     # Whole in memory, unlike safetensors: a Parquet file's length is known only once it is written.
     sink = io.BytesIO()
     rows = ((g.planned.index, g.planned.sample_id, g.token_ids, g.loss_mask, g.states) for g in good)
-    parquet_codec.write_shard(
-        sink, rows, layers=spec.layers, hidden=spec.hidden, dtype=spec.dtype, metadata=metadata
-    )
+    parquet_codec.write_shard(sink, rows, layers=spec.layers, hidden=spec.hidden, dtype=spec.dtype, metadata=metadata)
     data = sink.getbuffer()
     return iter([data]), len(data)
 
@@ -240,22 +246,19 @@ def _record(
     upload: _Upload,
     seconds: dict[str, float],
 ) -> CommitRecord:
-    rows: list[dict[str, Any]] = []
-    start = 0
-    for result in results:
-        row: dict[str, Any] = {"index": result.planned.index, "token_start": 0, "num_tokens": 0, "reason": None}
-        if isinstance(result, GoodSample):
-            count = len(result.token_ids)
-            row |= {"token_start": start, "num_tokens": count, "status": "ok", "checksum": result.checksum}
-            start += count
-        else:
-            row |= {"status": "failed", "reason": result.reason, "checksum": None}
-        rows.append(row)
-    columns = {key: [row[key] for row in rows] for key in _COLUMNS}
-    stored = {"object": upload.name, "object_bytes": upload.nbytes, "object_checksum": upload.checksum}
+    counts = [len(r.token_ids) if isinstance(r, GoodSample) else 0 for r in results]
+    ends = np.cumsum(counts).tolist()
     return CommitRecord(
-        shard=str(shard), attempt=attempt, seconds=seconds, **columns, **(stored if upload.nbytes else {})
+        shard=str(shard),
+        attempt=attempt,
+        object=upload.name if upload.nbytes else None,
+        object_bytes=upload.nbytes,
+        object_checksum=upload.checksum if upload.nbytes else None,
+        index=[r.planned.index for r in results],
+        token_start=[end - count if count else 0 for end, count in zip(ends, counts, strict=True)],
+        num_tokens=counts,
+        status=["ok" if isinstance(r, GoodSample) else "failed" for r in results],
+        reason=[r.reason if isinstance(r, FailedSample) else None for r in results],
+        checksum=[r.checksum if isinstance(r, GoodSample) else None for r in results],
+        seconds=seconds,
     )
-
-
-_COLUMNS = ("index", "token_start", "num_tokens", "status", "reason", "checksum")

@@ -82,7 +82,9 @@ class StagingArea:
             StagingFull: they never will.
         """
         if nbytes > self.max_bytes:
-            raise StagingFull(f"staging full: the sample's states are {nbytes} bytes, over the staging limit of {self.max_bytes}")
+            raise StagingFull(
+                f"staging full: the sample's states are {nbytes} bytes, over the staging limit of {self.max_bytes}"
+            )
         if self._used_at_most + nbytes > self.max_bytes:
             self._used_at_most = self._measure()
         return self._used_at_most + nbytes <= self.max_bytes

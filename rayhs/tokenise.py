@@ -8,14 +8,14 @@ from itertools import islice
 
 from rayhs.codec import STATE_DTYPES
 from rayhs.config import RunConfig, StorageConfig
-from rayhs.ids import Table, duplicates_within
 from rayhs.layout import samples_name
 from rayhs.model import ModelInfo, max_prompt_tokens, state_dtype, tokenizer_source
 from rayhs.plan import CutRule, Receipt, SamplesWriter
-from rayhs.readers import Block, InputRow, missing_column, read_block
-from rayhs.rows import RowRules, SampleMaker
+from rayhs.prompts.ids import Table, duplicates_within
+from rayhs.prompts.readers import Block, InputRow, missing_column, read_block
+from rayhs.prompts.rows import RowRules, SampleMaker
+from rayhs.prompts.tokenizer import Hashes, TokenizerSource, worker_tokenizer
 from rayhs.store import Store
-from rayhs.tokenizer import Hashes, TokenizerSource, worker_tokenizer
 
 _BATCH_ROWS = 256
 

@@ -62,7 +62,9 @@ class Oracle:
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         self.num_layers = self.model.config.num_hidden_layers
 
     def states(self, token_ids: Sequence[int]) -> dict[int, np.ndarray]:

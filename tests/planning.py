@@ -9,12 +9,12 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from rayhs.config import RunConfig, parse_config
-from rayhs.ids import find_duplicates, hash_ids, merge_duplicates
-from rayhs.inputs import discover
 from rayhs.layout import Plan, samples_name
 from rayhs.model import describe_model
 from rayhs.plan import assemble
-from rayhs.readers import PYTHON_LABEL, Block, file_blocks, python_blocks, scan_file
+from rayhs.prompts.ids import find_duplicates, hash_ids, merge_duplicates
+from rayhs.prompts.inputs import discover
+from rayhs.prompts.readers import PYTHON_LABEL, Block, file_blocks, python_blocks, scan_file
 from rayhs.store import Store, open_store
 from rayhs.tokenise import make_job, tokenise_block
 

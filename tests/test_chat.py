@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayhs.chat import parse_messages, tokenize_chat
 from rayhs.errors import PromptRejected
-from rayhs.tokenizer import FakeTokenizer, HuggingFaceTokenizer, Tokenizer, TokenizerSource, open_tokenizer
+from rayhs.prompts.chat import parse_messages, tokenize_chat
+from rayhs.prompts.tokenizer import FakeTokenizer, HuggingFaceTokenizer, Tokenizer, TokenizerSource, open_tokenizer
 from tests.tokenizers_for_tests import COUNTING, MARKED, PLAIN, REASONING, STRICT, save_tokenizer
 
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from rayhs import __version__, layout, report
 from rayhs.cli import app
-from rayhs.cli_output import nbytes
-from rayhs.cli_progress import RunProgress
+from rayhs.cli.output import nbytes
+from rayhs.cli.progress import RunProgress
 from rayhs.errors import EXIT_DAMAGE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from rayhs.layout import ShardId
 from rayhs.store import open_store
@@ -212,7 +212,7 @@ def test_help_and_reading_import_nothing_heavy(built: Builder, arguments: list[s
 
 APART = """
 import os, subprocess, sys
-from rayhs.cli_output import print_json, results_apart
+from rayhs.cli.output import print_json, results_apart
 with results_apart() as out:
     print("chatter of a library")
     os.system("echo chatter of a child")
@@ -232,7 +232,7 @@ def test_results_stay_apart_from_what_libraries_print() -> None:
 def test_without_a_terminal_progress_is_a_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rayhs import cli_progress
+    from rayhs.cli import progress as cli_progress
     from rayhs.pipeline import Progress
 
     monkeypatch.setattr(cli_progress, "LINE_SECONDS", 0.05)

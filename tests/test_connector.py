@@ -115,7 +115,9 @@ def test_a_step_that_vllm_runs_without_the_drafter_is_noticed() -> None:
     def step(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int]]) -> Any:
         return SimpleNamespace(
             num_scheduled_tokens={req: count for req, (_, count) in {**new, **cached}.items()},
-            scheduled_new_reqs=[SimpleNamespace(req_id=req, num_computed_tokens=done) for req, (done, _) in new.items()],
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=req, num_computed_tokens=done) for req, (done, _) in new.items()
+            ],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=list(cached), num_computed_tokens=[done for done, _ in cached.values()]
             ),
@@ -180,7 +182,9 @@ def _wait_until_up(url: str, server: subprocess.Popen[bytes], log: Path) -> None
     raise AssertionError(log.read_text()[-3000:])
 
 
-def complete(base: str, model: Path, prompt: list[int], transfer: dict[str, Any], max_tokens: int = 1) -> dict[str, Any]:
+def complete(
+    base: str, model: Path, prompt: list[int], transfer: dict[str, Any], max_tokens: int = 1
+) -> dict[str, Any]:
     """The answer's ``kv_transfer_params`` to a plain completion request."""
     body = {"model": str(model), "prompt": prompt, "max_tokens": max_tokens, "kv_transfer_params": transfer}
     body |= {"detokenize": False, "ignore_eos": True, "temperature": 0}

@@ -149,5 +149,3 @@ def test_without_the_token_nothing_runs(head: Head, tmp_path: Path) -> None:
     done = head.submit("--set", "model=fake/8x64", "--set", f"output={tmp_path}/out", token=False)
     assert done.returncode != 0
     assert not list(tmp_path.iterdir())
-
-

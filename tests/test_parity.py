@@ -47,7 +47,7 @@ class RunningEngine:
         settings = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "vllm": vllm, **engine}
         config = parse_config({"model": str(model), "prompts": "-", "output": "-", "engine": settings})
         self._loop = asyncio.new_event_loop()
-        self.engine = VllmEngine(config, LAYERS, self.area)
+        self.engine = VllmEngine(config, "float32", LAYERS, self.area)
         self._loop.run_until_complete(self.engine.start())
 
     def extract(self, prompts: Sequence[Sequence[int]], prefix: str = "s") -> list[Got]:
@@ -111,7 +111,9 @@ def test_mixed_lengths_in_one_batch_with_chunked_prefill(family: tuple[RunningEn
 
 def test_prompts_that_hit_the_prefix_cache(family: tuple[RunningEngine, Oracle]) -> None:
     engine, oracle = family
-    prompts = [SHARED[:n] + tail for n, tail in zip((256, 200, 260, 128), random_prompts([3, 60, 1, 90], 6), strict=True)]
+    prompts = [
+        SHARED[:n] + tail for n, tail in zip((256, 200, 260, 128), random_prompts([3, 60, 1, 90], 6), strict=True)
+    ]
     assert_parity(oracle, prompts, engine.extract(prompts, "cold"))
     assert_parity(oracle, prompts, engine.extract(prompts, "warm"))
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayhs.errors import InputError
-from rayhs.ids import find_duplicates, merge_duplicates
 from rayhs.layout import SAMPLES_SCHEMA, samples_name
 from rayhs.plan import CutRule, cut, input_fingerprint
+from rayhs.prompts.ids import find_duplicates, merge_duplicates
 from rayhs.store import open_store
 from tests.planning import plan_here, read_rows, run_config
 
@@ -159,7 +159,7 @@ def test_a_column_no_row_has_is_an_error(tmp_path: Path) -> None:
 
 
 def test_duplicate_tables() -> None:
-    from rayhs.ids import HASHED
+    from rayhs.prompts.ids import HASHED
 
     table = np.array([(1, 1, 9), (1, 1, 4), (1, 2, 5), (1, 1, 6), (0, 1, 7)], HASHED)
     found = merge_duplicates([find_duplicates([table[:2], table[2:]]), find_duplicates([table[:0]])])

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rayhs.config import PromptsConfig, StorageConfig
 from rayhs.errors import InputError
-from rayhs.inputs import InputFile, discover, fingerprint_files
-from rayhs.readers import InputRow, _parquet_blocks, file_blocks, read_block, scan_file
+from rayhs.prompts.inputs import InputFile, discover, fingerprint_files
+from rayhs.prompts.readers import InputRow, _parquet_blocks, file_blocks, read_block, scan_file
 
 STORAGE = StorageConfig()
 

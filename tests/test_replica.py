@@ -69,7 +69,9 @@ def stored_states(job: Job) -> dict[int, dict[int, np.ndarray]]:
         data = memoryview(store.get(record.object))
         length = header_length(bytes(data[:8]), len(data))
         tensors, _ = parse_header(bytes(data[8 : 8 + length]), len(data))
-        for i, start, count, status in zip(record.index, record.token_start, record.num_tokens, record.status, strict=True):
+        for i, start, count, status in zip(
+            record.index, record.token_start, record.num_tokens, record.status, strict=True
+        ):
             if status == "ok":
                 arrays = {k: tensors[state_name(k)] for k in job.dataset.layers}
                 samples[i] = {
@@ -213,7 +215,9 @@ def test_a_failure_handed_over_by_the_connector_fails_the_sample(
             else:
                 await super().extract(key, token_ids)
 
-    monkeypatch.setattr("rayhs.replica.make_engine", lambda c, m, layers, area: Failing(area, layers, HIDDEN, "float32"))
+    monkeypatch.setattr(
+        "rayhs.replica.make_engine", lambda c, m, layers, area: Failing(area, layers, HIDDEN, "float32")
+    )
     job = make_job(tmp_path, [[1, 2], list(range(7)), list(range(9)), [3, 4, 5]])
     receipts, _ = run_all(job)
     assert sum(r.failed for r in receipts) == 2

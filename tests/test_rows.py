@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayhs.readers import InputRow
-from rayhs.rows import PlannedSample, RowRules, SampleMaker, category, passed_columns
-from rayhs.tokenizer import FakeTokenizer, Tokenizer, TokenizerSource, open_tokenizer
+from rayhs.prompts.readers import InputRow
+from rayhs.prompts.rows import PlannedSample, RowRules, SampleMaker, category, passed_columns
+from rayhs.prompts.tokenizer import FakeTokenizer, Tokenizer, TokenizerSource, open_tokenizer
 from tests.tokenizers_for_tests import STRICT, save_tokenizer
 
 RULES = RowRules("text", "text", None, None, True, False, "reject", 10, 1024)

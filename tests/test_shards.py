@@ -147,7 +147,9 @@ def damage(kind: str, states: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", list(STATE_DTYPES))
-@pytest.mark.parametrize(("kind", "message"), [("nan", "finite"), ("infinite", "not finite"), ("zero", "zero"), ("constant", "constant")])
+@pytest.mark.parametrize(
+    ("kind", "message"), [("nan", "finite"), ("infinite", "not finite"), ("zero", "zero"), ("constant", "constant")]
+)
 def test_bad_states_are_refused(kind: str, message: str, dtype: str) -> None:
     tokens = np.arange(9)
     states = fake_states(tokens.tolist(), 1, HIDDEN).astype(STATE_DTYPES[dtype])
@@ -172,7 +174,9 @@ def test_states_that_overflow_the_stored_dtype_fail_the_sample() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=40), min_size=1, max_size=8))
-def test_every_sample_is_where_the_record_says(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) -> None:
+def test_every_sample_is_where_the_record_says(
+    tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
+) -> None:
     store = open_store(str(tmp_path_factory.mktemp("store")))
     record = write_shard(store, ShardId(0, 0), [good(i, p, spec()) for i, p in enumerate(prompts)], spec())
     path = Path(store.uri) / str(record.object)

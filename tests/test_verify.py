@@ -15,15 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayhs import layout
-from rayhs.catalog import read_commit
 from rayhs.dataset import open_dataset
 from rayhs.errors import EXIT_DAMAGE, EXIT_OK, ConfigError, ObjectNotFound
-from rayhs.findings import NAMED_SAMPLES, Finding, Findings
 from rayhs.layout import ShardId
+from rayhs.reading.catalog import read_commit
 from rayhs.store import open_store
 from rayhs.verify import VerifyReport, verify
-from rayhs.verify_reference import final_norm, relative_error
-from rayhs.verify_states import ObjectStream
+from rayhs.verify.findings import NAMED_SAMPLES, Finding, Findings
+from rayhs.verify.reference import final_norm, relative_error
+from rayhs.verify.states import ObjectStream
 from tests.builders import Builder
 
 FORMATS = ("safetensors", "parquet")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from rayhs.config import StorageConfig
-from rayhs.errors import ConfigError, StoreError
-from rayhs.store.settings import S3Settings, one_line, resolve_s3
+from rayhs.errors import ConfigError, StoreError, one_line
+from rayhs.store.settings import S3Settings, resolve_s3
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Config, S3Store

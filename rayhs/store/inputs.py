@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rayhs.config import StorageConfig
-from rayhs.errors import InputError
-from rayhs.store.settings import one_line, resolve_s3
+from rayhs.errors import InputError, one_line
+from rayhs.store.settings import resolve_s3
 
 if TYPE_CHECKING:
     import fsspec

@@ -1,7 +1,7 @@
 """A local (or mounted) folder as a store: plain files, written beside their name and renamed.
 
 Own system calls instead of obstore's local store: they are as fast as a plain write of the same
-bytes (``benchmarks/store.py``; so is obstore, which keeps the caller's buffers while it asks for more
+bytes (``tests/benchmarks/store.py``; so is obstore, which keeps the caller's buffers while it asks for more
 and can't be used in forked processes). Atomic against a killed process. A power cut may lose files of
 the last seconds, as nothing is fsynced; ``rayhs verify`` finds such.
 """

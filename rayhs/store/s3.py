@@ -1,7 +1,7 @@
 """An S3 bucket, or a prefix in one, as a store.
 
 By obstore: of it, s3fs and pyarrow.fs it has the fastest or nearly fastest puts and range reads
-(``benchmarks/store.py``; twice s3fs), it aborts the multipart upload of a failed put, and it sends
+(``tests/benchmarks/store.py``; twice s3fs), it aborts the multipart upload of a failed put, and it sends
 nothing that older S3 servers refuse.
 """
 

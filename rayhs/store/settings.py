@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rayhs.config import StorageConfig
-from rayhs.errors import ConfigError, StoreError
+from rayhs.errors import ConfigError, StoreError, one_line
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -138,7 +138,3 @@ class _Provider:
             "token": frozen.token,
             "expires_at": datetime.now(UTC) + CREDENTIAL_LIFE if renewable else None,
         }
-
-
-def one_line(error: object) -> str:
-    return " ".join(str(error).split())

@@ -77,12 +77,12 @@ def _root(
 @app.command()
 def extract(run: RunFile, override: Override = None, json: Json = False) -> None:
     """Plan if needed, extract what is not there yet, write index and summary."""
-    from rayhs.cli_output import print_json, print_run, results_apart
+    from rayhs.cli.output import print_json, print_run, results_apart
     from rayhs.config import load_config
 
     config = load_config(run, override or ())
     with results_apart() as out:
-        from rayhs.cli_progress import RunProgress
+        from rayhs.cli.progress import RunProgress
 
         with RunProgress() as progress:
             from rayhs.pipeline import run_extract
@@ -100,12 +100,12 @@ def plan(run: RunFile, override: Override = None, json: Json = False) -> None:
     """Tokenise, and say exactly what extracting will take; needs no GPU."""
     from dataclasses import asdict
 
-    from rayhs.cli_output import print_json, print_plan, results_apart
+    from rayhs.cli.output import print_json, print_plan, results_apart
     from rayhs.config import load_config
 
     config = load_config(run, override or ())
     with results_apart() as out:
-        from rayhs.cli_progress import RunProgress
+        from rayhs.cli.progress import RunProgress
 
         with RunProgress() as progress:
             from rayhs.pipeline import run_plan
@@ -124,8 +124,8 @@ def demo(
 ) -> None:
     """Extract a small model's states on this machine, verify them and show one sample."""
     from rayhs import report
-    from rayhs.cli_output import print_run, print_show, print_verify, results_apart
-    from rayhs.cli_progress import RunProgress, VerifyProgress
+    from rayhs.cli.output import print_run, print_show, print_verify, results_apart
+    from rayhs.cli.progress import RunProgress, VerifyProgress
     from rayhs.store import open_store
 
     with results_apart() as out:
@@ -151,7 +151,7 @@ def status(
 ) -> None:
     """How far a dataset is, finished or not."""
     from rayhs import report
-    from rayhs.cli_output import print_json, print_status
+    from rayhs.cli.output import print_json, print_status
 
     result = report.status(_open(uri, endpoint, region, profile))
     if json:
@@ -166,7 +166,7 @@ def failures(
 ) -> None:
     """The samples without states, with their reasons."""
     from rayhs import report
-    from rayhs.cli_output import print_failures, print_json
+    from rayhs.cli.output import print_failures, print_json
 
     rows = report.failures(_open(uri, endpoint, region, profile))
     if json:
@@ -188,8 +188,8 @@ def verify(
     profile: Profile = None,
 ) -> None:
     """Read every object and check it; exits with 4 where something is damaged or missing."""
-    from rayhs.cli_output import print_json, print_verify
-    from rayhs.cli_progress import VerifyProgress
+    from rayhs.cli.output import print_json, print_verify
+    from rayhs.cli.progress import VerifyProgress
     from rayhs.verify import verify as run_verify
 
     store = _open(uri, endpoint, region, profile)
@@ -213,7 +213,7 @@ def show(
 ) -> None:
     """The identity of a dataset and one sample of it."""
     from rayhs import report
-    from rayhs.cli_output import print_json, print_show
+    from rayhs.cli.output import print_json, print_show
 
     result = report.show(_open(uri, endpoint, region, profile), sample)
     if json:

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from rayhs.config import StorageConfig
 from rayhs.errors import InputError
-from rayhs.inputs import InputFile, open_file, reading
+from rayhs.prompts.inputs import InputFile, open_file, reading
 
 PYTHON_LABEL = "rows"
 _BATCH_ROWS = 512

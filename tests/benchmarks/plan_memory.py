@@ -1,7 +1,7 @@
 """Planning a large input of token ids: rows a second, and how far the driver's memory grows.
 
-    python benchmarks/plan_memory.py 100000
-    python benchmarks/plan_memory.py 1000000
+    python tests/benchmarks/plan_memory.py 100000
+    python tests/benchmarks/plan_memory.py 1000000
 
 The driver's memory is sampled while it plans, after Ray has started: resident set, and its private
 part (without pages of Ray's shared object store).

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from rayhs.codec import Array
-from rayhs.plan_reader import PlanReader
+from rayhs.reading.plan_reader import PlanReader
 
 if TYPE_CHECKING:
     import torch

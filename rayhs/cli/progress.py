@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from rayhs.cli_output import nbytes
+from rayhs.cli.output import nbytes
 
 if TYPE_CHECKING:
     from rayhs import pipeline

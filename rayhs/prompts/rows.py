@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from rayhs.chat import parse_messages, tokenize_chat
-from rayhs.errors import PromptRejected
-from rayhs.readers import InputRow
-from rayhs.tokenizer import Tokenizer, first_line
+from rayhs.errors import PromptRejected, first_line
+from rayhs.prompts.chat import parse_messages, tokenize_chat
+from rayhs.prompts.readers import InputRow
+from rayhs.prompts.tokenizer import Tokenizer
 
 TRUNCATED_FROM = "rayhs_truncated_from"
 """Key added to a sample's ``columns`` where its prompt was truncated: its length before."""

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 from rayhs import layout
 from rayhs.errors import FormatError
 from rayhs.layout import Plan, ShardId
-from rayhs.lru import LruCache
 from rayhs.parquet_codec import ARROW_ERRORS
 from rayhs.parquet_footer import footer_bytes, parse_groups
+from rayhs.reading.lru import LruCache
 from rayhs.store import Store
 
 _TAIL = 64 * 1024

@@ -13,8 +13,8 @@ from rayhs import codec, parquet_codec
 from rayhs.codec import Array, StoredTensor, state_name
 from rayhs.errors import FormatError, ObjectNotFound
 from rayhs.layout import DatasetRecord
-from rayhs.lru import LruCache
 from rayhs.parquet_footer import Group, footer_bytes
+from rayhs.reading.lru import LruCache
 from rayhs.store import Store
 
 _FIRST_READ = 64 * 1024

@@ -12,7 +12,7 @@ import numpy as np
 from rayhs.codec import Array
 from rayhs.errors import ConfigError
 from rayhs.layout import DatasetRecord
-from rayhs.shard_reader import ShardReader
+from rayhs.reading.shard_reader import ShardReader
 from rayhs.store import Store
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import xxhash
 
 from rayhs.config import StorageConfig
 from rayhs.errors import PromptRejected
-from rayhs.readers import Block, read_block
-from rayhs.rows import RowRules, usable_id
+from rayhs.prompts.readers import Block, read_block
+from rayhs.prompts.rows import RowRules, usable_id
 
 HASHED = np.dtype([("high", np.uint64), ("low", np.uint64), ("index", np.int64)])
 DUPLICATE = np.dtype([("index", np.int64), ("first", np.int64)])

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 import xxhash
 
-from rayhs.errors import ConfigError
+from rayhs.config import fake_shape
+from rayhs.errors import ConfigError, first_line
 
 Message = dict[str, Any]
 CharSpan = tuple[int, int]
 Hashes = tuple[str, str | None]
 
 _GENERATION_MARK = re.compile(r"{%-?\s*generation\s*-?%}")  # transformers' own test for the keyword
-_FAKE = re.compile(r"fake/([1-9]\d{0,3})x([1-9]\d{0,5})")
 
 
 class Tokenizer(Protocol):
@@ -72,12 +72,6 @@ class TokenizerSource:
     trust_remote_code: bool = False
 
 
-def fake_shape(model: str) -> tuple[int, int] | None:
-    """``(layers, hidden)`` of ``fake/<layers>x<hidden>``; None for any other model."""
-    match = _FAKE.fullmatch(model)
-    return (int(match[1]), int(match[2])) if match else None
-
-
 def open_tokenizer(source: TokenizerSource) -> Tokenizer:
     """Load a tokenizer.
 
@@ -101,12 +95,6 @@ def worker_tokenizer(source: TokenizerSource, hashes: Hashes) -> Tokenizer:
             "give every node the same and leave them alone meanwhile"
         )
     return tokenizer
-
-
-def first_line(error: BaseException) -> str:
-    """An exception as one line: its type, and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
 class HuggingFaceTokenizer:

@@ -11,10 +11,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rayhs import layout
-from rayhs.catalog import read_commits
 from rayhs.errors import FormatError
 from rayhs.layout import CommitRecord, Plan, ShardId
-from rayhs.plan_reader import PlanReader, check_schema, checked, parquet_errors
+from rayhs.reading.catalog import read_commits
+from rayhs.reading.plan_reader import PlanReader, check_schema, checked, parquet_errors
 from rayhs.store import Store
 
 _READERS = 8

@@ -16,9 +16,8 @@ from typing import Any, BinaryIO, Literal
 import xxhash
 
 from rayhs.config import PromptsConfig, StorageConfig
-from rayhs.errors import InputError, RayhsError
+from rayhs.errors import InputError, RayhsError, first_line
 from rayhs.store import input_filesystem
-from rayhs.tokenizer import first_line
 
 FileFormat = Literal["jsonl", "parquet", "arrow"]
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayhs.errors import PromptRejected
-from rayhs.tokenizer import CharSpan, Message, Tokenizer
+from rayhs.prompts.tokenizer import CharSpan, Message, Tokenizer
 
 
 def parse_messages(value: object) -> list[Message]:

@@ -1,7 +1,7 @@
 """Why the store is built as it is: put and range-read rates of the candidates, side by side.
 
-    python benchmarks/store.py local /tmp /dev/shm      # own writes, obstore's LocalStore, a plain write
-    python benchmarks/store.py s3 s3://bucket/prefix    # rayhs, obstore, s3fs, pyarrow.fs; usual AWS variables
+    python tests/benchmarks/store.py local /tmp /dev/shm      # own writes, obstore's LocalStore, a plain write
+    python tests/benchmarks/store.py s3 s3://bucket/prefix    # rayhs, obstore, s3fs, pyarrow.fs; usual AWS variables
 
 Prints one JSON line a measurement: MiB/s, the median of the rounds.
 """

@@ -14,16 +14,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayhs import layout
-from rayhs.catalog import committed_shards, read_dataset_record, read_summary
 from rayhs.config import StorageConfig
 from rayhs.errors import EXIT_DAMAGE, EXIT_OK, FormatError, ObjectNotFound
-from rayhs.findings import Finding, Findings
-from rayhs.index_table import read_index_file
 from rayhs.layout import DatasetRecord, ShardId, Summary
-from rayhs.plan_reader import PlanReader
+from rayhs.reading.catalog import committed_shards, read_dataset_record, read_summary
+from rayhs.reading.index_table import read_index_file
+from rayhs.reading.plan_reader import PlanReader
 from rayhs.store import Store, open_store
-from rayhs.verify_reference import ReferenceReport, compare_with_reference
-from rayhs.verify_shard import ShardCheck, check_shard
+from rayhs.verify.findings import Finding, Findings
+from rayhs.verify.reference import ReferenceReport, compare_with_reference
+from rayhs.verify.shard import ShardCheck, check_shard
 
 OnProgress = Callable[[int, int, int], None]  # shards done, shards in all, bytes read
 

@@ -10,16 +10,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayhs import codec, layout
-from rayhs.catalog import read_commit
 from rayhs.codec import Array, StoredTensor, state_name
 from rayhs.errors import FormatError, ObjectNotFound
-from rayhs.findings import Finding, Findings
-from rayhs.index_table import index_rows
 from rayhs.layout import CommitRecord, DatasetRecord, ShardId
-from rayhs.plan_reader import PlanReader
-from rayhs.shard_reader import ShardReader, check_tensors, open_shard
+from rayhs.reading.catalog import read_commit
+from rayhs.reading.index_table import index_rows
+from rayhs.reading.plan_reader import PlanReader
+from rayhs.reading.shard_reader import ShardReader, check_tensors, open_shard
 from rayhs.store import Store
-from rayhs.verify_states import ObjectStream, SampleState
+from rayhs.verify.findings import Finding, Findings
+from rayhs.verify.states import ObjectStream, SampleState
 
 _PIECE = 2**20
 
