@@ -133,7 +133,7 @@ class ReplicaPlan:
         return arguments
 
 
-def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan, in_flight: int) -> ray.data.Dataset:
+def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan) -> ray.data.Dataset:
     """A lazy Ray dataset with one receipt a shard."""
     import ray.data
 
@@ -142,8 +142,8 @@ def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan, in_flight
     pool = ray.data.ActorPoolStrategy(
         min_size=low,
         max_size=high,
-        max_tasks_in_flight_per_actor=in_flight * 2,
-        max_concurrent_calls_per_actor=in_flight,
+        max_tasks_in_flight_per_actor=job.shards_in_flight * 2,
+        max_concurrent_calls_per_actor=job.shards_in_flight,
         enable_true_multi_threading=True,
     )
     rows: list[dict[str, Any]] = [{"shard": str(shard)} for shard in shards]

@@ -13,6 +13,7 @@ from rayhs.config import RunConfig, fake_shape
 from rayhs.errors import ConfigError, first_line
 from rayhs.prompts.tokenizer import TokenizerSource, open_tokenizer
 
+UNUSED_TOKENIZER = "unused"
 FAKE_VOCABULARY = 1024
 FAKE_POSITIONS = 131_072
 _STATE_DTYPES = ("float32", "float16", "bfloat16")
@@ -48,7 +49,7 @@ def tokenizer_source(config: RunConfig) -> TokenizerSource:
 
 
 def describe_model(config: RunConfig) -> ModelInfo:
-    """Read the model's configuration and load its tokenizer. No weights are loaded.
+    """Read the model's configuration and load its tokenizer, unless prompts are token ids. No weights are loaded.
 
     Raises:
         ConfigError: the model or its tokenizer can't be read, or the configuration lacks what is needed.
@@ -103,10 +104,17 @@ def _describe_fake(config: RunConfig, layers: int, hidden: int) -> ModelInfo:
     )
 
 
+def _tokenizer_hashes(config: RunConfig) -> tuple[str, str | None]:
+    # Token ids need no tokenizer, and a model made for a benchmark has none.
+    if config.prompts.kind == "token_ids" and config.tokenizer is None:
+        return UNUSED_TOKENIZER, None
+    return open_tokenizer(tokenizer_source(config)).hashes()
+
+
 def _describe_real(config: RunConfig) -> ModelInfo:
     whole = _load_config(config)
     text = whole.get_text_config()
-    tokenizer_hash, template_hash = open_tokenizer(tokenizer_source(config)).hashes()
+    tokenizer_hash, template_hash = _tokenizer_hashes(config)
     return ModelInfo(
         name=config.model,
         revision=getattr(whole, "_commit_hash", None) or config.revision,

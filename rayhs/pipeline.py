@@ -21,6 +21,7 @@ from rayhs.errors import (
     EXIT_SOME_FAILED,
     ConfigError,
     EngineError,
+    IdentityMismatch,
     ObjectNotFound,
     RayhsError,
     TooManyRejected,
@@ -34,7 +35,7 @@ from rayhs.layout import DATASET, SUMMARY, DatasetRecord, ShardId, Summary
 from rayhs.model import ModelInfo, describe_model
 from rayhs.plan import input_fingerprint
 from rayhs.reading.catalog import committed_shards, read_dataset_record, read_summary
-from rayhs.replica import Job, Receipt, staging_bytes
+from rayhs.replica import Job, Receipt
 from rayhs.samples import make_plan
 from rayhs.store import Store, open_store
 from rayhs.versions import check_versions
@@ -71,7 +72,11 @@ class RunResult:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """The exact numbers of a plan; ``state_bytes`` are the bytes of all states as they are stored."""
+    """The exact numbers of a plan.
+
+    ``tokens`` are those of the prompts; ``state_bytes`` are the bytes of all states as they are stored,
+    at most, where generated tokens are stored too (a sequence may end early).
+    """
 
     uri: str
     model: str
@@ -123,6 +128,7 @@ def run_plan(config: RunConfig, on_progress: OnProgress = _ignore) -> PlanResult
     with _cluster(config):
         dataset, reasons = run.ensure_plan()
     plan = dataset.plan
+    stored_tokens = plan.tokens + dataset.include_generated * (plan.samples - plan.rejected)
     token_bytes = len(dataset.layers) * dataset.hidden_size * STATE_DTYPES[dataset.dtype].itemsize
     return PlanResult(
         uri=run.store.uri,
@@ -132,7 +138,7 @@ def run_plan(config: RunConfig, on_progress: OnProgress = _ignore) -> PlanResult
         rejected=plan.rejected,
         reasons=dict(reasons),
         tokens=plan.tokens,
-        state_bytes=plan.tokens * token_bytes,
+        state_bytes=stored_tokens * token_bytes,
         shards=len(plan.shard_ids()),
         dtype=dataset.dtype,
         hidden_size=dataset.hidden_size,
@@ -150,12 +156,16 @@ class _Run:
         self.identity = identity_of(config, self.model, self.layers)
 
     def ensure_plan(self) -> tuple[DatasetRecord, Counter[str]]:
-        """The dataset's identity, planned now or found; refuses another identity."""
+        """The dataset's identity, planned now or found; refuses another identity, unless nothing is committed yet."""
         existing = self._existing()
         fingerprint = input_fingerprint(self.config)
         if existing is not None:
-            refuse_other(existing, self.identity, fingerprint, self.store.uri)
-            return existing, Counter()
+            try:
+                refuse_other(existing, self.identity, fingerprint, self.store.uri)
+                return existing, Counter()
+            except IdentityMismatch:
+                if committed_shards(self.store):
+                    raise
         self.on_progress(Progress("planning", 0, None))
         plan, reasons = make_plan(
             self.config,
@@ -197,9 +207,8 @@ class _Run:
         replicas = ReplicaPlan(self.config, nodes, device())
         engine = self.config.engine.model_copy(update={"distributed_executor": replicas.executor})
         job = Job(self.config.model_copy(update={"engine": engine}), self.model, dataset)
-        in_flight = job.shards_in_flight(staging_bytes(job, replicas.per_node))
         self.on_progress(Progress("starting", 0, replicas.replicas[1], message=f"{len(missing)} shards to extract"))
-        for row in extract_shards(job, missing, replicas, in_flight).iter_rows():
+        for row in extract_shards(job, missing, replicas).iter_rows():
             done.add(Receipt(**row))
             if done.fatal:
                 raise EngineError(done.fatal)
@@ -302,4 +311,6 @@ def _join_or_start(address: str) -> None:
             if address not in ("auto", "local"):
                 raise ConfigError(f"cluster.address {address}: {one_line(error)}; is a Ray running there?") from error
             if not remaining:
-                raise RayhsError(f"Ray did not start here: {one_line(error)}; see /tmp/ray/session_latest/logs") from error
+                raise RayhsError(
+                    f"Ray did not start here: {one_line(error)}; see /tmp/ray/session_latest/logs"
+                ) from error

@@ -88,8 +88,15 @@ class Job:
         tokens = max((t for f in self.dataset.plan.files for t in f.shard_tokens), default=0)
         return int(tokens * (self.token_bytes + 8) * 1.02) + 2**20
 
-    def shards_in_flight(self, staging_bytes: int) -> int:
-        return int(np.clip(staging_bytes // self.largest_shard_bytes, 2, 32))
+    @property
+    def wanted_staging_bytes(self) -> int:
+        """``staging.max_bytes``, or room for four of the largest shards."""
+        return int(self.config.staging.max_bytes or max(self.largest_shard_bytes * _STAGED_SHARDS, 64 * 2**20))
+
+    @property
+    def shards_in_flight(self) -> int:
+        """Shards a replica works on at once; the staging limit decides which of them hold memory."""
+        return int(np.clip(self.wanted_staging_bytes // self.largest_shard_bytes, 2, 32))
 
 
 @dataclass(frozen=True)
@@ -114,23 +121,21 @@ class Receipt:
 
 
 def staging_bytes(job: Job, per_node: int = 1) -> int:
-    """The staging limit in bytes: configured, or room for four of the largest shards, within what the file system has.
+    """The staging limit in bytes of a replica on this host: what is wanted, within what the file system has.
 
     Raises:
-        EngineError: not even one shard fits.
+        EngineError: not even the largest shard fits.
     """
     root = job.config.staging.path
     if not os.path.isdir(root):
         raise EngineError(f"staging.path {root} is not a folder; give one in memory, such as /dev/shm")
     status = os.statvfs(root)
     free = int(status.f_bavail * status.f_frsize * _SHM_SHARE) // per_node
-    need = job.largest_shard_bytes
-    wanted = job.config.staging.max_bytes or max(need * _STAGED_SHARDS, 64 * 2**20)
-    limit = min(int(wanted), free)
-    if limit < need:
+    limit = min(job.wanted_staging_bytes, free)
+    if limit < job.largest_shard_bytes:
         raise EngineError(
-            f"staging needs {need} bytes for the largest shard, {limit} are to be had in {root}; "
-            "raise staging.max_bytes or lower shards.target_bytes"
+            f"staging needs {job.largest_shard_bytes} bytes for the largest shard, {limit} are to be had in {root}; "
+            "raise staging.max_bytes, give more memory to it, or lower shards.target_bytes"
         )
     return limit
 

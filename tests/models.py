@@ -11,18 +11,18 @@ import numpy as np
 VOCAB = 512
 
 
-def _configs() -> dict[str, Any]:
+def _configs(hidden_size: int, positions: int) -> dict[str, Any]:
     from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
     common: dict[str, Any] = {
         "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 128,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
         "num_hidden_layers": 6,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": positions,
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -39,13 +39,13 @@ def _configs() -> dict[str, Any]:
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 
 
-def save_tiny_model(family: str, folder: Path) -> Path:
+def save_tiny_model(family: str, folder: Path, hidden_size: int = 64, positions: int = 1024) -> Path:
     """Seeded random float32 weights large enough that states differ clearly between layers."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(_configs()[family], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(_configs(hidden_size, positions)[family], dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from rayhs import codec
 from rayhs.arrivals import Arrivals
 from rayhs.config import parse_config
 from rayhs.cores import CoreClaim
+from rayhs.demo import cache_folder, prepare_demo
 from rayhs.engine import VllmEngine
 from rayhs.errors import SampleError
 from rayhs.staging import OwnedDirectory, StagingArea
@@ -37,7 +40,8 @@ class Got:
 class RunningEngine:
     """A real engine with our connector, kept up for the tests of a module."""
 
-    def __init__(self, model: Path, **engine: Any) -> None:
+    def __init__(self, model: Path, layers: Sequence[int] = LAYERS, **engine: Any) -> None:
+        self.layers = layers
         self._owned = OwnedDirectory("/dev/shm")
         self.area = StagingArea(self._owned.path / "engine", 2**28)
         tensor_parallel = engine.get("tensor_parallel_size", 1)
@@ -47,7 +51,7 @@ class RunningEngine:
         settings = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "vllm": vllm, **engine}
         config = parse_config({"model": str(model), "prompts": "-", "output": "-", "engine": settings})
         self._loop = asyncio.new_event_loop()
-        self.engine = VllmEngine(config, "float32", LAYERS, self.area)
+        self.engine = VllmEngine(config, "float32", layers, self.area)
         self._loop.run_until_complete(self.engine.start())
 
     def extract(self, prompts: Sequence[Sequence[int]], prefix: str = "s") -> list[Got]:
@@ -56,7 +60,7 @@ class RunningEngine:
         async def one(number: int, prompt: Sequence[int]) -> Got:
             key = f"{prefix}{number}"
             await self.engine.extract(key, prompt)
-            return _read(await arrivals.wait(key, timeout=60))
+            return _read(await arrivals.wait(key, timeout=60), self.layers)
 
         async def run() -> list[Got]:
             return list(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
@@ -70,19 +74,19 @@ class RunningEngine:
         self._cores.release()
 
 
-def _read(memory: memoryview) -> Got:
+def _read(memory: memoryview, layers: Sequence[int]) -> Got:
     length = codec.header_length(bytes(memory[:8]), len(memory))
     tensors, _ = codec.parse_header(bytes(memory[8 : 8 + length]), len(memory))
     arrays = {n: codec.decode(t, memory[t.start : t.start + t.nbytes]) for n, t in tensors.items()}
-    return Got(arrays["token_ids"].tolist(), {k: arrays[codec.state_name(k)] for k in LAYERS})
+    return Got(arrays["token_ids"].tolist(), {k: arrays[codec.state_name(k)] for k in layers})
 
 
 def assert_parity(oracle: Oracle, prompts: Sequence[Sequence[int]], results: Sequence[Got]) -> None:
     for prompt, got in zip(prompts, results, strict=True):
         assert got.token_ids[: len(prompt)] == list(prompt)
         want = oracle.states(got.token_ids)
-        for layer in LAYERS:
-            error = relative_error(got.states[layer], want[layer])
+        for layer, states in got.states.items():
+            error = relative_error(states, want[layer])
             assert error <= TOLERANCE, f"layer {layer}, {len(prompt)} tokens: relative error {error:.2e}"
 
 
@@ -148,6 +152,19 @@ def test_tensor_parallel_preempted_and_generating(squeezed: tuple[RunningEngine,
     assert_parity(oracle, prompts, results)
     for prompt, got in zip(prompts, results, strict=True):
         assert got.token_ids == oracle.greedy(prompt, 6)
+
+
+@pytest.mark.slow
+def test_every_layer_of_smollm2_on_real_text() -> None:
+    model, prompts = prepare_demo(cache_folder())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = [json.loads(line)["text"] for line in prompts.read_text().splitlines()[:6]]
+    ids = [tokenizer(text)["input_ids"][: 40 * (i + 1)] for i, text in enumerate(texts)]
+    engine = RunningEngine(model, layers=range(31), vllm={"max_num_batched_tokens": 128})
+    try:
+        assert_parity(Oracle(model), ids, engine.extract(ids))
+    finally:
+        engine.stop()
 
 
 def _preemptions() -> float:

@@ -138,6 +138,13 @@ def test_another_identity_is_refused_with_what_differs(tmp_path: Path, change: d
         run(tmp_path, prompts_of(5, seed=1))
 
 
+def test_a_plan_without_any_commit_may_be_made_anew(tmp_path: Path) -> None:
+    prompts = prompts_of(12)
+    run_plan(parse_config(settings(tmp_path, prompts, layers="all")))
+    assert run(tmp_path, prompts).exit_code == 0
+    assert_complete(tmp_path, prompts)
+
+
 def test_rejected_and_refused_prompts_are_counted_and_the_rest_is_kept(tmp_path: Path) -> None:
     prompts = prompts_of(20)
     prompts[3], prompts[7], prompts[11] = [], [1, REFUSED_TOKEN], [1, 99_999]
