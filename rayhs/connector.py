@@ -82,6 +82,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if spec is None or spec.method != "extract_hidden_states":
             raise EngineError("HiddenStatesConnector needs the speculative method extract_hidden_states")
         self._layers = sorted(set(spec.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids))
+        _refuse_overwritten_embeddings(vllm_config, self._layers)
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._spec_tokens = int(spec.num_speculative_tokens)
         self._group, self._block_size = _state_group(vllm_config, kv_cache_config)
@@ -232,6 +233,17 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         layout: str | None = ExampleHiddenStatesConnector.get_required_kvcache_layout(vllm_config)
         return layout
+
+
+def _refuse_overwritten_embeddings(vllm_config: Any, layers: list[int]) -> None:
+    # Without torch.compile vLLM's models hand out the embeddings themselves as state 0, and the fused
+    # add-and-norm of the layers then adds to them in place (seen on CUDA with vLLM 0.26: 57 times off).
+    compiled = int(vllm_config.compilation_config.mode or 0) > 0
+    if 0 in layers and not compiled and vllm_config.device_config.device_type == "cuda":
+        raise EngineError(
+            "layer id 0 is overwritten by vLLM where it runs on a GPU without torch.compile; "
+            "leave enforce_eager off, or leave layer 0 out"
+        )
 
 
 def _left_out(scheduler_output: Any, longest_allowed: int) -> dict[str, int]:

@@ -207,7 +207,8 @@ class CudaCopier:
     def _write(self, event: torch.cuda.Event, pinned: torch.Tensor, target: torch.Tensor) -> None:
         try:
             event.synchronize()
-            target.copy_(pinned[:, : target.shape[1]])
+            with torch.inference_mode():  # vLLM's worker made both tensors in it; threads start outside
+                target.copy_(pinned[:, : target.shape[1]])
         finally:
             self._pool.put(pinned)
 

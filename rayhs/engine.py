@@ -82,6 +82,8 @@ def engine_arguments(config: RunConfig, dtype: str, layers: Sequence[int], area:
         "kv_transfer_config": kv_transfer_config(area),
         "skip_tokenizer_init": True,
     }
+    if 0 in layers and engine.vllm.get("enforce_eager") and device() == "cuda":
+        raise EngineError("engine.vllm.enforce_eager: vLLM overwrites layer 0 then; leave it off, or layer 0 out")
     clash = sorted(set(ours) & set(engine.vllm))
     if clash:
         raise EngineError(f"engine.vllm.{clash[0]}: rayhs sets it itself; use the run file's own key")

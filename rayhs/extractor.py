@@ -154,7 +154,7 @@ def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan) -> ray.da
         return source.map_batches(
             Extractor,
             fn_constructor_args=(job, plan),
-            batch_size=None,
+            batch_size=_MAX_TASKS,  # a whole block; with GPUs Ray insists on a number
             batch_format="numpy",
             compute=pool,
             num_cpus=0 if plan.bundles else plan.cpus,

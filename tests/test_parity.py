@@ -96,6 +96,50 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: save_tiny_model(family, root / family) for family in FAMILIES}
 
 
+# Tests with an engine of their own come first: those of the families stay up until the module ends.
+
+
+def test_tensor_parallel_preempted_and_generating(models: dict[str, Path]) -> None:
+    # 7 blocks of 128 tokens for prompts of up to 500 tokens that each generate more: vLLM must preempt.
+    oracle = Oracle(models["qwen3"])
+    engine = RunningEngine(
+        models["qwen3"],
+        tensor_parallel_size=2,
+        include_generated=6,
+        vllm={"num_gpu_blocks_override": 7, "max_num_batched_tokens": 96},
+    )
+    try:
+        preempted = _preemptions()
+        prompts = random_prompts((250, 5, 380, 125, 500, 252, 17, 381, 126, 60), seed=2)
+        results = engine.extract(prompts)
+        assert _preemptions() > preempted
+        assert_parity(oracle, prompts, results)
+        for prompt, got in zip(prompts, results, strict=True):
+            assert got.token_ids == oracle.greedy(prompt, 6)
+    finally:
+        engine.stop()
+
+
+@pytest.mark.slow
+def test_every_layer_of_smollm2_on_real_text() -> None:
+    model, prompts = prepare_demo(cache_folder())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = [json.loads(line)["text"] for line in prompts.read_text().splitlines()[:6]]
+    ids = [tokenizer(text)["input_ids"][: 40 * (i + 1)] for i, text in enumerate(texts)]
+    engine = RunningEngine(model, layers=range(31), vllm={"max_num_batched_tokens": 128})
+    try:
+        assert_parity(Oracle(model), ids, engine.extract(ids))
+    finally:
+        engine.stop()
+
+
+def _preemptions() -> float:
+    from prometheus_client import REGISTRY
+
+    counters = [metric for metric in REGISTRY.collect() if metric.name == "vllm:num_preemptions"]
+    return sum(sample.value for metric in counters for sample in metric.samples if sample.name.endswith("_total"))
+
+
 MIXED = (1, 5, 17, 64, 127, 128, 129, 200, 300, 511)
 SHARED = random_prompts([260], seed=5)[0]
 
@@ -128,47 +172,3 @@ def test_a_prompt_too_long_fails_alone(family: tuple[RunningEngine, Oracle]) -> 
         engine.extract(random_prompts([MAX_MODEL_LEN]), "long")
     prompts = random_prompts([20], seed=9)
     assert_parity(oracle, prompts, engine.extract(prompts, "after"))
-
-
-@pytest.fixture(scope="module")
-def squeezed(models: dict[str, Path]) -> Iterator[tuple[RunningEngine, Oracle]]:
-    # 7 blocks of 128 tokens for prompts of up to 500 tokens that each generate more: vLLM must preempt.
-    engine = RunningEngine(
-        models["qwen3"],
-        tensor_parallel_size=2,
-        include_generated=6,
-        vllm={"num_gpu_blocks_override": 7, "max_num_batched_tokens": 96},
-    )
-    yield engine, Oracle(models["qwen3"])
-    engine.stop()
-
-
-def test_tensor_parallel_preempted_and_generating(squeezed: tuple[RunningEngine, Oracle]) -> None:
-    engine, oracle = squeezed
-    preempted = _preemptions()
-    prompts = random_prompts((250, 5, 380, 125, 500, 252, 17, 381, 126, 60), seed=2)
-    results = engine.extract(prompts)
-    assert _preemptions() > preempted
-    assert_parity(oracle, prompts, results)
-    for prompt, got in zip(prompts, results, strict=True):
-        assert got.token_ids == oracle.greedy(prompt, 6)
-
-
-@pytest.mark.slow
-def test_every_layer_of_smollm2_on_real_text() -> None:
-    model, prompts = prepare_demo(cache_folder())
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    texts = [json.loads(line)["text"] for line in prompts.read_text().splitlines()[:6]]
-    ids = [tokenizer(text)["input_ids"][: 40 * (i + 1)] for i, text in enumerate(texts)]
-    engine = RunningEngine(model, layers=range(31), vllm={"max_num_batched_tokens": 128})
-    try:
-        assert_parity(Oracle(model), ids, engine.extract(ids))
-    finally:
-        engine.stop()
-
-
-def _preemptions() -> float:
-    from prometheus_client import REGISTRY
-
-    counters = [metric for metric in REGISTRY.collect() if metric.name == "vllm:num_preemptions"]
-    return sum(sample.value for metric in counters for sample in metric.samples if sample.name.endswith("_total"))
