@@ -115,11 +115,13 @@ def extract(path: str | Path | None = None, /, **settings: Any) -> RunResult:
 def run_extract(config: RunConfig, on_progress: OnProgress = _ignore) -> RunResult:
     """Plan if needed, extract what has no commit record, then write index and summary."""
     run = _Run(config, on_progress)
-    with _cluster(config):
-        dataset, _ = run.ensure_plan()
-        run.refuse_rejected(dataset)
-        done = run.extract_missing(dataset)
-        summary = run.finish(dataset, done)
+    dataset, done = run.existing, _Done(total=0)
+    if dataset is None or run.missing_shards(dataset):
+        with _cluster(config):
+            dataset, _ = run.ensure_plan()
+            run.refuse_rejected(dataset)
+            done = run.extract_missing(dataset)
+    summary = run.finish(dataset, done)
     code = EXIT_SOME_FAILED if summary.failed or summary.rejected else EXIT_OK
     return RunResult(run.store.uri, summary, code)
 
@@ -127,8 +129,10 @@ def run_extract(config: RunConfig, on_progress: OnProgress = _ignore) -> RunResu
 def run_plan(config: RunConfig, on_progress: OnProgress = _ignore) -> PlanResult:
     """Tokenise and cut into shards, or read the plan that is there."""
     run = _Run(config, on_progress)
-    with _cluster(config):
-        dataset, reasons = run.ensure_plan()
+    dataset, reasons = run.existing, Counter[str]()
+    if dataset is None:
+        with _cluster(config):
+            dataset, reasons = run.ensure_plan()
     plan = dataset.plan
     stored_tokens = plan.tokens + dataset.include_generated * (plan.samples - plan.rejected)
     token_bytes = len(dataset.layers) * dataset.hidden_size * STATE_DTYPES[dataset.dtype].itemsize
@@ -148,26 +152,37 @@ def run_plan(config: RunConfig, on_progress: OnProgress = _ignore) -> PlanResult
 
 
 class _Run:
+    """One run. All that can be refused without Ray is refused when it is made: versions, model, layers,
+    an input or a store that can't be read, another dataset in the place."""
+
     def __init__(self, config: RunConfig, on_progress: OnProgress) -> None:
         check_versions(vllm=fake_shape(config.model) is None)
         self.config = config
         self.on_progress = on_progress
         self.store: Store = open_store(config.output, config.storage)
+        self.input = input_fingerprint(config)
         self.model: ModelInfo = describe_model(config)
         self.layers = resolve_layers(config.layers, self.model.num_layers)
         self.identity = identity_of(config, self.model, self.layers)
+        self.existing = self._existing()
+
+    def _existing(self) -> DatasetRecord | None:
+        """The dataset that is there already, if it is this run's; None where nothing is committed of another."""
+        try:
+            existing = read_dataset_record(self.store)
+            refuse_other(existing, self.identity, self.input, self.store.uri)
+        except ObjectNotFound:
+            return None
+        except IdentityMismatch:
+            if committed_shards(self.store):
+                raise
+            return None
+        return existing
 
     def ensure_plan(self) -> tuple[DatasetRecord, Counter[str]]:
-        """The dataset's identity, planned now or found; refuses another identity, unless nothing is committed yet."""
-        existing = self._existing()
-        fingerprint = input_fingerprint(self.config)
-        if existing is not None:
-            try:
-                refuse_other(existing, self.identity, fingerprint, self.store.uri)
-                return existing, Counter()
-            except IdentityMismatch:
-                if committed_shards(self.store):
-                    raise
+        """The dataset's identity: found, or planned and written now (with the rejected rows by category)."""
+        if self.existing is not None:
+            return self.existing, Counter()
         self.on_progress(Progress("planning", 0, None))
         plan, reasons = make_plan(
             self.config,
@@ -180,12 +195,6 @@ class _Run:
         self.store.put(DATASET, record.to_bytes())
         return record, reasons
 
-    def _existing(self) -> DatasetRecord | None:
-        try:
-            return read_dataset_record(self.store)
-        except ObjectNotFound:
-            return None
-
     def refuse_rejected(self, dataset: DatasetRecord) -> None:
         plan, limit = dataset.plan, self.config.prompts.max_rejected
         if plan.rejected > limit * plan.samples:
@@ -194,9 +203,12 @@ class _Run:
                 f"nothing was extracted. `rayhs failures {self.store.uri}` tells why"
             )
 
-    def extract_missing(self, dataset: DatasetRecord) -> _Done:
+    def missing_shards(self, dataset: DatasetRecord) -> list[ShardId]:
         committed = set(committed_shards(self.store))
-        missing = [shard for shard in dataset.plan.shard_ids() if shard not in committed]
+        return [shard for shard in dataset.plan.shard_ids() if shard not in committed]
+
+    def extract_missing(self, dataset: DatasetRecord) -> _Done:
+        missing = self.missing_shards(dataset)
         done = _Done(total=dataset.plan.samples - dataset.plan.rejected)
         if missing:
             self._extract(dataset, missing, done)

@@ -103,7 +103,9 @@ def final_norm(network: torch.nn.Module) -> torch.nn.Module:
 def _load(record: DatasetRecord, model: str) -> tuple[Any, torch.nn.Module]:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     revision = record.revision if model == record.model else None
     try:
         network = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=torch.float32)

@@ -1,0 +1,60 @@
+"""The command line against a real S3 server: prompts and dataset in a bucket, credentials from the environment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+import rayhs
+from rayhs.fake import fake_states
+from rayhs.store import open_store
+
+pytestmark = [pytest.mark.s3, pytest.mark.ray, pytest.mark.slow]
+
+
+def rayhs_command(*arguments: str, code: int = 0) -> str:
+    command = [sys.executable, "-m", "rayhs", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_from_a_bucket_into_a_bucket(ceph_uri: str, tmp_path: Path) -> None:
+    texts = [f"prompt number {i} " * (i % 40 + 1) for i in range(300)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    open_store(ceph_uri.rsplit("/", 1)[0]).put("prompts/a.jsonl", rows.encode())
+    run_file = tmp_path / "run.yaml"
+    settings = {
+        "model": "fake/8x128",
+        "prompts": ceph_uri.rsplit("/", 1)[0] + "/prompts/a.jsonl",
+        "layers": "all",
+        "output": ceph_uri,
+        "shards": {"target_bytes": "12MiB"},  # several of more than one multipart part
+        "cluster": {"address": "local"},
+    }
+    run_file.write_text(yaml.safe_dump(settings))
+    summary = json.loads(rayhs_command("extract", str(run_file), "--json").partition("\n}")[0] + "}")
+    assert summary["ok"] == 300 and summary["shards"] > 3
+    assert "sound" in rayhs_command("verify", ceph_uri)
+    dataset = rayhs.open(ceph_uri)
+    for i in (0, 133, 299):
+        assert bytes(dataset[i].token_ids.tolist()).decode() == texts[i]
+        assert np.array_equal(dataset[i].hidden_states[5], fake_states(dataset[i].token_ids.tolist(), 5, 128))
+
+
+def test_a_wrong_secret_is_one_line_before_any_engine(
+    ceph_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    run_file = tmp_path / "run.yaml"
+    prompts = {"rows": [{"text": "a"}]}
+    run_file.write_text(yaml.safe_dump({"model": "fake/8x32", "prompts": prompts, "output": ceph_uri}))
+    output = rayhs_command("extract", str(run_file), code=1)
+    assert "Traceback" not in output and "not-the-secret" not in output
+    assert output.strip().splitlines()[-1].startswith("rayhs: ")
