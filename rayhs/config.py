@@ -9,9 +9,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    model_validator,
+)
 
-from rayhs.errors import ConfigError
+from rayhs.errors import ConfigError, one_line
 from rayhs.layout import ShardFormat
 
 _FAKE_MODEL = re.compile(r"fake/([1-9]\d{0,3})x([1-9]\d{0,5})")
@@ -130,13 +139,19 @@ class RunConfig(Section):
     revision: str | None = None
     tokenizer: str | None = None
     prompts: Annotated[PromptsConfig, BeforeValidator(_prompts_shorthand)]
-    layers: str | int | list[str | int] = "eagle3"
+    layers: str | StrictInt | list[str | StrictInt] = "eagle3"
     output: str
     engine: EngineConfig = EngineConfig()
     cluster: ClusterConfig = ClusterConfig()
     shards: ShardsConfig = ShardsConfig()
     staging: StagingConfig = StagingConfig()
     storage: StorageConfig = StorageConfig()
+
+    @model_validator(mode="after")
+    def _fake_is_whole(self) -> RunConfig:
+        if self.model.startswith("fake/") and fake_shape(self.model) is None:
+            raise ValueError(f"model: {self.model} is not fake/<layers>x<hidden>, such as fake/8x64")
+        return self
 
 
 def fake_shape(model: str) -> tuple[int, int] | None:
@@ -155,8 +170,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         data = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}; give the path of a run file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    # PyYAML lets a date that does not exist come through as a ValueError.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not YAML: {one_line(error)}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a run file is a mapping with model, prompts and output")
     for override in overrides:
@@ -184,17 +200,21 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         node = node[part]
     try:
         node[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override}: the value is not YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ConfigError(f"--set {override}: the value is not YAML; quote it if it is text") from None
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
+    told: set[str] = set()
     for item in error.errors():
-        location = [str(part) for part in item["loc"] if isinstance(part, str) and part[:1].islower()]
+        location = _keys(item["loc"], item["type"] == "extra_forbidden")
         where = ".".join(location)
+        if where in told:
+            continue  # one of several types a key may have; the first says enough
+        told.add(where)
         if item["type"] == "extra_forbidden":
             known = _keys_beside(location)
-            near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(location[-1].lower(), known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
             yield f"unknown key {where!r}; {hint}"
         elif item["type"] == "missing":
@@ -203,10 +223,21 @@ def _explain(error: ValidationError) -> Iterator[str]:
             yield f"{where}: {item['msg'].removeprefix('Value error, ')}".removeprefix(": ")
 
 
+def _keys(location: Sequence[str | int], unknown: bool) -> list[str]:
+    """The keys of the run file in an error's location, without pydantic's names of the types it tried."""
+    keys: list[str] = []
+    for position, part in enumerate(location):
+        is_last = position == len(location) - 1
+        if isinstance(part, str) and (part in _keys_beside([*keys, part]) or (unknown and is_last)):
+            keys.append(part)
+    return keys
+
+
 def _keys_beside(location: Sequence[str]) -> list[str]:
     model: type[BaseModel] = RunConfig
     for part in location[:-1]:
         annotation = model.model_fields[part].annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
+        if not isinstance(annotation, type) or not issubclass(annotation, BaseModel):
+            return []
+        model = annotation
     return list(model.model_fields)

@@ -85,6 +85,9 @@ class ReplicaPlan:
         self.gpus = 0
         self.bundles: list[dict[str, float]] = []
         self.cpus = float(cluster.cpus_per_replica or 1)
+        most = int(max((node.get("CPU", 0) for node in nodes), default=0))
+        if nodes and self.cpus > most and device == "cpu":
+            raise ConfigError(f"cluster.cpus_per_replica: {self.cpus:g} wanted, the largest node has {most} CPUs")
         if fake_shape(config.model):
             self.per_node = self.replicas[1]
             return
@@ -98,8 +101,6 @@ class ReplicaPlan:
         most = int(max((node.get("CPU", 0) for node in nodes), default=0))
         per_node = -(-self.replicas[1] // max(1, len(nodes)))
         self.engine_cores = cores or max(1, most // per_node)
-        if self.engine_cores > most:
-            raise ConfigError(f"cluster.cpus_per_replica: {self.engine_cores} wanted, the largest node has {most} CPUs")
         if self.replicas[0] * self.engine_cores > sum(node.get("CPU", 0) for node in nodes):
             raise ConfigError(
                 f"cluster.replicas: {self.replicas[0]} replicas of {self.engine_cores} CPUs don't fit the cluster"

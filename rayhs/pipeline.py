@@ -31,7 +31,7 @@ from rayhs.extractor import ReplicaPlan, extract_shards
 from rayhs.identity import dataset_record, identity_of, refuse_other
 from rayhs.indexing import write_index
 from rayhs.layers import resolve_layers
-from rayhs.layout import DATASET, SUMMARY, DatasetRecord, ShardId, Summary
+from rayhs.layout import DATASET, SUMMARY, DatasetRecord, ShardId, Summary, index_name
 from rayhs.model import ModelInfo, describe_model
 from rayhs.plan import input_fingerprint
 from rayhs.reading.catalog import committed_shards, read_dataset_record, read_summary
@@ -236,7 +236,7 @@ class _Run:
                 f"{error}); run the same command again to finish"
             )
         finished = read_summary(self.store)
-        if finished is not None and not done.shards:
+        if finished is not None and not done.shards and self._has_index(dataset):
             return finished
         self.on_progress(Progress("indexing", 0, len(dataset.plan.files)))
         totals = write_index(self.store, dataset.plan)
@@ -248,13 +248,17 @@ class _Run:
             tokens=totals.tokens,
             shards=len(dataset.plan.shard_ids()),
             bytes=totals.bytes,
-            seconds=round(done.seconds, 3),
-            tokens_per_second=round(done.tokens_per_second, 1),
+            seconds=round(done.seconds, 3) or (finished.seconds if finished else 0.0),
+            tokens_per_second=round(done.tokens_per_second, 1) or (finished.tokens_per_second if finished else 0.0),
             reasons=dict(totals.reasons),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self.store.put(SUMMARY, summary.to_bytes())
         return summary
+
+    def _has_index(self, dataset: DatasetRecord) -> bool:
+        there = {name for name, _ in self.store.list("index/")}
+        return there >= {index_name(file) for file in range(len(dataset.plan.files))}
 
 
 class _Done:

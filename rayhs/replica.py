@@ -20,10 +20,11 @@ from rayhs.budget import ByteBudget
 from rayhs.codec import STATE_DTYPES, staged_bytes_at_most
 from rayhs.config import RunConfig
 from rayhs.engine import Engine, make_engine
-from rayhs.errors import EngineError, SampleError, StoreError
-from rayhs.layout import PLANNED, DatasetRecord, ShardId, new_attempt
+from rayhs.errors import EngineError, ObjectNotFound, SampleError, StoreError
+from rayhs.layout import PLANNED, CommitRecord, DatasetRecord, ShardId, new_attempt
 from rayhs.log import logger
 from rayhs.model import ModelInfo
+from rayhs.reading.catalog import read_commit
 from rayhs.reading.plan_reader import PlanReader
 from rayhs.shards import FailedSample, GoodSample, PlannedSample, ShardSpec, read_staged, write_shard
 from rayhs.staging import OwnedDirectory, StagingArea
@@ -203,21 +204,21 @@ class Replica:
 
     async def _attempt(self, shard: ShardId, engine: Engine) -> Receipt:
         started = time.time()
+        committed = await asyncio.to_thread(self._committed, shard)
+        if committed is not None:  # Ray runs a dead actor's tasks again, finished shards of theirs too
+            return _receipt(committed, started)
         rows = await asyncio.to_thread(self._plan.rows, shard, _PLAN_COLUMNS)
         planned = planned_samples(rows)
         async with self.budget.reserve(self._staged_bytes(planned)):
             results = await self._extract_all(shard, planned, engine)
             record = await asyncio.to_thread(write_shard, self._store, shard, results, self._spec)
-        failed = record.status.count("failed")
-        return Receipt(
-            shard=str(shard),
-            samples=len(planned),
-            failed=failed,
-            tokens=sum(record.good_tokens),
-            bytes=record.object_bytes,
-            started=started,
-            seconds=time.time() - started,
-        )
+        return _receipt(record, started)
+
+    def _committed(self, shard: ShardId) -> CommitRecord | None:
+        try:
+            return read_commit(self._store, shard)
+        except ObjectNotFound:
+            return None
 
     def _staged_bytes(self, planned: Sequence[PlannedSample]) -> int:
         record, extra = self._job.dataset, self._job.dataset.include_generated
@@ -256,6 +257,18 @@ class Replica:
             return await asyncio.to_thread(read_staged, memory, planned, self._spec)
         except SampleError as error:
             return FailedSample(planned, str(error))
+
+
+def _receipt(record: CommitRecord, started: float) -> Receipt:
+    return Receipt(
+        shard=record.shard,
+        samples=len(record.index),
+        failed=record.status.count("failed"),
+        tokens=sum(record.good_tokens),
+        bytes=record.object_bytes,
+        started=started,
+        seconds=time.time() - started,
+    )
 
 
 def planned_samples(rows: pa.Table) -> list[PlannedSample]:

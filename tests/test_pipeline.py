@@ -119,6 +119,16 @@ def test_a_run_goes_on_where_commits_end(tmp_path: Path) -> None:
     assert_complete(tmp_path, prompts)
 
 
+def test_a_finished_dataset_without_its_index_gets_it_again(tmp_path: Path) -> None:
+    prompts = prompts_of(30)
+    first = run(tmp_path, prompts)
+    index = sorted((tmp_path / "index").iterdir())
+    before = [path.read_bytes() for path in index]
+    index[1].unlink()
+    assert run(tmp_path, prompts).summary.tokens_per_second == first.summary.tokens_per_second
+    assert [path.read_bytes() for path in index] == before
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

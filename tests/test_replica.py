@@ -118,6 +118,17 @@ def _record(store: Any, shard: ShardId) -> CommitRecord:
     return record
 
 
+def test_a_shard_that_is_committed_already_is_not_extracted_again(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts_of(12))
+    first, _ = run_all(job)
+    objects = sorted(name for name, _ in open_store(job.config.output).list("shards/"))
+    again, _ = run_all(job)
+    assert [(r.shard, r.samples, r.tokens, r.bytes) for r in again] == [
+        (r.shard, r.samples, r.tokens, r.bytes) for r in first
+    ]
+    assert sorted(name for name, _ in open_store(job.config.output).list("shards/")) == objects
+
+
 def test_staging_never_passes_its_limit(tmp_path: Path) -> None:
     job = make_job(tmp_path, prompts_of(60))
     limit = job.largest_shard_bytes

@@ -71,7 +71,7 @@ def print_run(result: RunResult, out: TextIO) -> None:
         "failed": f"{summary.failed:,}",
         "rejected": f"{summary.rejected:,}",
         **_reasons(summary.reasons),
-        "time": f"{summary.seconds:,.1f} s",
+        "extracting": f"{summary.seconds:,.1f} s, without the engine's start",
         "output": result.uri,
         "next": f"rayhs show {shlex.quote(result.uri)}",
     }
@@ -134,12 +134,16 @@ def print_verify(report: VerifyReport, out: TextIO | None = None) -> None:
     rows = {
         "verified": report.uri,
         "result": "sound" if report.ok else f"{len(report.findings) + report.more_findings:,} problems",
-        "samples": f"{report.ok_samples:,} good of {report.samples:,}",
+        "samples": f"{report.ok_samples:,} stored of {report.samples:,}, by its records",
         "tokens": f"{report.tokens:,}",
         "read": f"{nbytes(report.bytes)} in {report.shards:,} shards, {report.seconds:.1f} s",
     }
     if report.orphans:
-        rows["orphans"] = f"{report.orphans:,} objects, {nbytes(report.orphan_bytes)}; rayhs gc removes them"
+        rows["orphans"] = (
+            f"{report.orphans:,} objects, {nbytes(report.orphan_bytes)} of attempts that lost, not part of the dataset"
+        )
+    if not report.ok:
+        rows["repair"] = "delete the commit record of a damaged shard (commits/<shard>.json), then rayhs extract again"
     if report.reference is not None:
         rows["reference"] = f"{report.reference.model}, {len(report.reference.samples)} samples"
         for layer, error in report.reference.errors.items():

@@ -33,7 +33,7 @@ class VerifyReport:
     """What was checked and what is wrong; ``findings`` is empty for a sound, finished dataset.
 
     ``tokens`` and ``bytes`` count stored states and shard objects; ``orphans`` are objects of
-    attempts that lost or broke off (no damage: `rayhs gc` removes them).
+    attempts that lost or broke off: not part of the dataset, and no damage.
     """
 
     uri: str
