@@ -211,22 +211,30 @@ class _Run:
         missing = self.missing_shards(dataset)
         done = _Done(total=dataset.plan.samples - dataset.plan.rejected)
         if missing:
+            # Where a commit record was removed to redo a shard, readers must not take index and summary for valid.
+            self.store.delete([SUMMARY])
             self._extract(dataset, missing, done)
         return done
 
     def _extract(self, dataset: DatasetRecord, missing: list[ShardId], done: _Done) -> None:
         import ray
+        from ray.exceptions import RayError
 
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         replicas = ReplicaPlan(self.config, nodes, device())
         engine = self.config.engine.model_copy(update={"distributed_executor": replicas.executor})
         job = Job(self.config.model_copy(update={"engine": engine}), self.model, dataset)
         self.on_progress(Progress("starting", 0, replicas.replicas[1], message=f"{len(missing)} shards to extract"))
-        for row in extract_shards(job, missing, replicas).iter_rows():
-            done.add(Receipt(**row))
-            if done.fatal:
-                raise EngineError(done.fatal)
-            self.on_progress(done.progress())
+        try:
+            for row in extract_shards(job, missing, replicas).iter_rows():
+                done.add(Receipt(**row))
+                if done.fatal:
+                    raise EngineError(done.fatal)
+                self.on_progress(done.progress())
+        except RayError as error:
+            raise EngineError(
+                f"the replicas were lost: {one_line(error, 300)}; what is committed stays, run the same command again"
+            ) from error
 
     def finish(self, dataset: DatasetRecord, done: _Done) -> Summary:
         if done.errors:

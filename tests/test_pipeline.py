@@ -119,6 +119,24 @@ def test_a_run_goes_on_where_commits_end(tmp_path: Path) -> None:
     assert_complete(tmp_path, prompts)
 
 
+def test_a_damaged_shard_is_redone_once_its_commit_record_is_deleted(tmp_path: Path) -> None:
+    prompts = prompts_of(60)
+    run(tmp_path, prompts)
+    damaged = tmp_path / rayhs.open(str(tmp_path)).index["shard"][30].as_py()
+    victim = tmp_path / "commits" / f"{damaged.name.rpartition('-')[0]}.json"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    victim.unlink()
+    complete_meanwhile: list[bool] = []
+
+    def look(progress: Progress) -> None:
+        if progress.phase in ("extracting", "indexing"):
+            complete_meanwhile.append((tmp_path / "summary.json").exists())
+
+    assert run_extract(parse_config(settings(tmp_path, prompts)), look).exit_code == 0
+    assert complete_meanwhile and not any(complete_meanwhile)
+    assert_complete(tmp_path, prompts)
+
+
 def test_a_finished_dataset_without_its_index_gets_it_again(tmp_path: Path) -> None:
     prompts = prompts_of(30)
     first = run(tmp_path, prompts)
