@@ -54,14 +54,14 @@ def test_missing_vllm_is_refused_unless_it_is_not_needed() -> None:
     check_versions(vllm=False, find=find)
 
 
-@pytest.mark.parametrize("version", ["2.55.0", "2.60.3"])
+@pytest.mark.parametrize("version", ["2.59.0", "2.60.3"])
 def test_supported_ray(version: str) -> None:
     check_versions(find=installed(ray=version, vllm="0.32.0"))
 
 
-@pytest.mark.parametrize("version", ["2.54.1", "2.61.0", "3.0.0.dev0", "1.58.0"])
+@pytest.mark.parametrize("version", ["2.58.1", "2.61.0", "3.0.0.dev0", "1.58.0"])
 def test_refused_ray(version: str) -> None:
-    with pytest.raises(UnsupportedVersion, match=r"^Ray .* is not supported; rayhs supports 2\.55 to 2\.60: pip"):
+    with pytest.raises(UnsupportedVersion, match=r"^Ray .* is not supported; rayhs supports 2\.59 to 2\.60: pip"):
         check_versions(vllm=False, find=installed(ray=version))
 
 
