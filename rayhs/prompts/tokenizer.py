@@ -204,7 +204,7 @@ class FakeTokenizer:
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
     def render_marked(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, list[CharSpan]]:
-        raise NotImplementedError("the fake chat template has no generation marks")
+        raise ValueError("the fake chat template has no generation marks")
 
     def hashes(self) -> Hashes:
         return "fake-utf8", "fake-lines"
