@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-from rayhs.errors import SampleError
+from rayhs.errors import EngineError
 from rayhs.staging import StagingArea
 
 _POLL_S = 0.003
@@ -14,8 +15,9 @@ HANDOVER_TIMEOUT_S = 300.0
 class Arrivals:
     """Hands staged samples of one area to whoever waits for their key. One event loop only."""
 
-    def __init__(self, area: StagingArea) -> None:
+    def __init__(self, area: StagingArea, is_dead: Callable[[], bool]) -> None:
         self._area = area
+        self._is_dead = is_dead
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._poller: asyncio.Task[None] | None = None
 
@@ -23,7 +25,9 @@ class Arrivals:
         """The staged file of ``key``, once it has arrived.
 
         Raises:
-            SampleError: its failure was handed over, or nothing came within ``timeout`` seconds.
+            SampleError: its failure was handed over.
+            EngineError: the engine died first, or nothing came within ``timeout`` seconds. That is
+                never the sample's fault: its request had been answered.
         """
         arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[key] = arrived
@@ -33,8 +37,9 @@ class Arrivals:
             async with asyncio.timeout(timeout):
                 await arrived
         except TimeoutError:
-            raise SampleError(
-                f"no states: the engine answered, but none were handed over within {timeout:.0f} s"
+            raise EngineError(
+                f"the engine answered, but handed no states over within {timeout:.0f} s; "
+                f"is {self._area.directory.parent} full?"
             ) from None
         finally:
             self._waiting.pop(key, None)
@@ -42,7 +47,25 @@ class Arrivals:
 
     async def _poll(self) -> None:
         while self._waiting:
-            for key in self._area.arrivals() & self._waiting.keys():
-                if not self._waiting[key].done():
-                    self._waiting[key].set_result(None)
+            dead = self._is_dead()  # asked before looking: what it handed over until then counts
+            try:
+                for key in self._area.arrivals() & self._waiting.keys():
+                    _settle(self._waiting[key], None)
+            except OSError as error:
+                self._fail_all(EngineError(f"the staging area is gone: {error}"))
+            if dead:
+                self._fail_all(EngineError("the engine died before it handed over its states"))
             await asyncio.sleep(_POLL_S)
+
+    def _fail_all(self, error: EngineError) -> None:
+        for waiting in self._waiting.values():
+            _settle(waiting, error)
+
+
+def _settle(waiting: asyncio.Future[None], error: EngineError | None) -> None:
+    if waiting.done():
+        return
+    if error is None:
+        waiting.set_result(None)
+    else:
+        waiting.set_exception(error)

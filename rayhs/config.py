@@ -71,7 +71,10 @@ class PromptsConfig(Section):
 
 
 class EngineConfig(Section):
-    """vLLM's engine; ``vllm`` is passed through to its engine arguments."""
+    """vLLM's engine; ``vllm`` is passed through to its engine arguments.
+
+    A run stops when more than ``max_consecutive_failures`` samples of a replica fail one after the other.
+    """
 
     tensor_parallel_size: Annotated[int, Field(gt=0)] = 1
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
@@ -79,6 +82,7 @@ class EngineConfig(Section):
     include_generated: Annotated[int, Field(ge=0)] = 0
     trust_remote_code: bool = False
     distributed_executor: Literal["auto", "mp", "ray"] = "auto"
+    max_consecutive_failures: Annotated[int, Field(gt=0)] = 100
     vllm: dict[str, Any] = {}
 
 

@@ -45,7 +45,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from rayhs.copying import BlockCopier, CudaCopier, HostCopier, StateCache
 from rayhs.errors import EngineError, SampleError
-from rayhs.staging import StagingArea, is_key
+from rayhs.log import logger
+from rayhs.staging import NoRoomNow, StagingArea, is_key
 from rayhs.versions import check_vllm
 
 DEFAULT_STAGING_BYTES = 4 * 2**30
@@ -98,6 +99,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._queue: deque[Save] = deque()
         self._copier: BlockCopier | None = None
         self._carries = True
+        self._told_no_room = False
 
     # --- scheduler side -------------------------------------------------------------------------
 
@@ -211,6 +213,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             if not self._area.has_room(nbytes):
                 return None
             self._copier.start(save.req_id, save.key, save.token_ids, save.block_ids)
+        except NoRoomNow as error:
+            if not self._told_no_room:
+                logger.warning("staging waits: %s", error)
+            self._told_no_room = True
+            return None
         except SampleError as error:
             self._area.fail(save.key, str(error))
             return False

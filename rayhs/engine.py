@@ -33,6 +33,10 @@ class Engine(Protocol):
         """
         ...
 
+    def is_dead(self) -> bool:
+        """Whether it has died since it was started."""
+        ...
+
     async def stop(self) -> None: ...
 
 
@@ -158,6 +162,9 @@ class VllmEngine:
         refused = (answers[-1].kv_transfer_params or {}).get("hidden_states_error")
         if refused:
             raise SampleError(f"not extracted: {refused}")
+
+    def is_dead(self) -> bool:
+        return self._llm is not None and bool(self._llm.errored)
 
     async def stop(self) -> None:
         if self._llm is not None:

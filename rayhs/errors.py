@@ -77,6 +77,10 @@ class EngineError(RayhsError):
     """The engine could not start, or died and could not be started again."""
 
 
+class TooManyFailed(RayhsError):
+    """So many samples failed one after the other that the model or the machine must be broken."""
+
+
 class SampleError(RayhsError):
     """One sample could not be extracted; its message, ``category: details``, becomes the sample's ``reason``."""
 

@@ -15,9 +15,10 @@ import numpy as np
 from rayhs.config import RunConfig, fake_shape
 from rayhs.cores import CoreClaim
 from rayhs.errors import ConfigError, EngineError
+from rayhs.job import Job, Receipt
 from rayhs.layout import ShardId
 from rayhs.log import configure
-from rayhs.replica import Job, Receipt, Replica
+from rayhs.replica import Replica
 
 if TYPE_CHECKING:
     import ray.data

@@ -12,14 +12,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from rayhs.codec import STATE_DTYPES, Array, build_header, staged_specs
-from rayhs.errors import SampleError
-from rayhs.staging import StagingArea
+from rayhs.errors import EngineError, SampleError
+from rayhs.staging import NoRoomNow, StagingArea
 
+_BLOCKED_PAUSE_S = 0.05
 _TABLE_ROWS = 1021  # prime, so that (token, position, layer) rarely meet in one row
 _TABLES: dict[tuple[int, str], Array] = {}
 
 REFUSED_TOKEN = 666
 """A prompt with this token id is refused, as an engine refuses a request."""
+KILLER_TOKEN = 667
+"""A prompt with this token id kills the engine, with all that run beside it."""
+NAN_TOKEN = 668
+"""A prompt with this token id has a state that is not a number."""
 
 
 def fake_states(token_ids: Sequence[int], layer: int, hidden: int, dtype: str = "float32") -> Array:
@@ -42,27 +47,44 @@ class FakeEngine:
     def __init__(self, area: StagingArea, layers: Sequence[int], hidden: int, dtype: str, generated: int = 0) -> None:
         self._area, self._layers, self._hidden, self._dtype = area, tuple(layers), hidden, dtype
         self._generated = generated
+        self._dead = False
 
     async def start(self) -> None:
         return None
 
+    def is_dead(self) -> bool:
+        return self._dead
+
     async def extract(self, key: str, token_ids: Sequence[int]) -> None:
         if REFUSED_TOKEN in token_ids:
             raise SampleError(f"refused by the engine: token {REFUSED_TOKEN}")
-        await asyncio.to_thread(self._stage, key, [*token_ids, *range(self._generated)])
+        self._dead = self._dead or KILLER_TOKEN in token_ids
+        if self._dead:
+            raise EngineError(f"the engine died: token {KILLER_TOKEN}")
+        all_ids = [*token_ids, *range(self._generated)]
+        while not await asyncio.to_thread(self._stage, key, all_ids):  # noqa: ASYNC110 - no event tells of room
+            await asyncio.sleep(_BLOCKED_PAUSE_S)
 
-    def _stage(self, key: str, token_ids: list[int]) -> None:
+    def _stage(self, key: str, token_ids: list[int]) -> bool:
+        """False while the file system has no room."""
         specs = staged_specs(self._layers, self._hidden, self._dtype, len(token_ids))
         header = build_header(specs, {"engine": "fake"})
-        staged = self._area.create(key, len(header) + sum(spec.nbytes for spec in specs))
+        try:
+            staged = self._area.create(key, len(header) + sum(spec.nbytes for spec in specs))
+        except NoRoomNow:
+            return False
         memory = memoryview(staged.buffer)
         memory[: len(header)] = header
         rows: list[Array] = [fake_states(token_ids, k, self._hidden, self._dtype) for k in self._layers]
+        if NAN_TOKEN in token_ids:
+            rows[-1] = rows[-1].copy()
+            rows[-1][token_ids.index(NAN_TOKEN), 0] = np.nan
         position = len(header)
         for array in [*rows, np.asarray(token_ids, np.int32)]:
             memory[position : position + array.nbytes] = array.view(np.uint8).reshape(-1).data
             position += array.nbytes
         staged.publish()
+        return True
 
     async def stop(self) -> None:
         return None

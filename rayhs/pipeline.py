@@ -30,12 +30,12 @@ from rayhs.errors import (
 from rayhs.extractor import ReplicaPlan, extract_shards
 from rayhs.identity import dataset_record, identity_of, refuse_other
 from rayhs.indexing import write_index
+from rayhs.job import Job, Receipt
 from rayhs.layers import resolve_layers
 from rayhs.layout import DATASET, SUMMARY, DatasetRecord, ShardId, Summary, index_name
 from rayhs.model import ModelInfo, describe_model
 from rayhs.plan import input_fingerprint
 from rayhs.reading.catalog import committed_shards, read_dataset_record, read_summary
-from rayhs.replica import Job, Receipt
 from rayhs.samples import make_plan
 from rayhs.store import Store, open_store
 from rayhs.versions import check_versions

@@ -18,11 +18,13 @@ import xxhash
 
 from rayhs import codec, parquet_codec
 from rayhs.codec import Array
-from rayhs.errors import FormatError, SampleError
+from rayhs.errors import FormatError, SampleError, StoreUnavailable
 from rayhs.layout import CommitRecord, ShardFormat, ShardId, commit_name, new_attempt, object_name
 from rayhs.store import Store
 
 _UPLOAD_PIECE = 8 * 2**20
+COMMIT_WITHIN_S = 3 * 3600
+"""An object is committed at most this long after its upload began, or never."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,14 @@ def write_shard(
     """Upload the good samples as one object, then write the commit record (in plan order).
 
     Guarantees: the record is written only after the store acknowledged the whole object; on any
-    error nothing of this attempt is part of the dataset.
+    error nothing of this attempt is part of the dataset. A record that stands is left alone, and is
+    what is returned: of two attempts the first to commit wins, and the other's object is an orphan
+    for `rayhs gc`, which takes none that may still be committed (`COMMIT_WITHIN_S`).
 
     Raises:
-        StoreError: the store refused for good.
+        StoreError: the store refused for good; StoreUnavailable: it did not answer in time, or the
+            upload took so long that the object might be taken for an orphan.
+        FormatError: the record that stands is damaged.
     """
     attempt = new_attempt()
     good = [r for r in results if isinstance(r, GoodSample)]
@@ -169,10 +175,17 @@ def write_shard(
     upload = _Upload(store, object_name(shard, attempt, spec.format))
     if good:
         upload.run(*_pack(shard, attempt, good, spec))
-    seconds = {"upload": time.monotonic() - started}
-    record = _record(shard, attempt, results, upload, seconds)
-    store.put(commit_name(shard), record.to_bytes())
-    return record
+    seconds = time.monotonic() - started
+    if seconds > COMMIT_WITHIN_S:
+        raise StoreUnavailable(
+            f"{upload.name}: the upload took {seconds / 3600:.1f} h, too long to be safe from gc; lower shards.target_bytes"
+        )
+    record = _record(shard, attempt, results, upload, {"upload": seconds})
+    if store.put_new(commit_name(shard), record.to_bytes()):
+        return record
+    # Of another attempt, or our own where the reply was lost.
+    standing: CommitRecord = CommitRecord.from_bytes(store.get(commit_name(shard)), commit_name(shard))
+    return standing
 
 
 class _Upload:

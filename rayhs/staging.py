@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rayhs.errors import SampleError
+from rayhs.errors import RayhsError, SampleError
 
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _STAGED, _FAILED, _PARTIAL = ".safetensors", ".failed", ".partial"
@@ -26,7 +26,11 @@ _LOCK = "owner.lock"
 
 
 class StagingFull(SampleError):
-    """The sample is larger than the whole staging limit, or the file system is full."""
+    """The sample is larger than the whole staging limit."""
+
+
+class NoRoomNow(RayhsError):
+    """The file system has no room at the moment, whatever the limit: others fill it too."""
 
 
 def is_key(key: object) -> bool:
@@ -46,7 +50,7 @@ class StagedFile:
             self.buffer = mmap.mmap(descriptor, nbytes)
         except OSError as error:
             self._partial.unlink()
-            raise StagingFull(f"staging full: {final.parent}: {error.strerror} for {nbytes} bytes") from None
+            raise NoRoomNow(f"{final.parent}: {error.strerror} for {nbytes} bytes; free some of it") from None
         finally:
             os.close(descriptor)
 
@@ -90,7 +94,7 @@ class StagingArea:
         return self._used_at_most + nbytes <= self.max_bytes
 
     def create(self, key: str, nbytes: int) -> StagedFile:
-        """Reserve a file of ``nbytes`` bytes; raises StagingFull when the file system has no room."""
+        """Reserve a file of ``nbytes`` bytes; raises NoRoomNow when the file system has no room for it."""
         staged = StagedFile(self.path(key), nbytes)
         self._used_at_most += nbytes
         return staged

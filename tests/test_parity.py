@@ -55,7 +55,7 @@ class RunningEngine:
         self._loop.run_until_complete(self.engine.start())
 
     def extract(self, prompts: Sequence[Sequence[int]], prefix: str = "s") -> list[Got]:
-        arrivals = Arrivals(self.area)
+        arrivals = Arrivals(self.area, lambda: False)
 
         async def one(number: int, prompt: Sequence[int]) -> Got:
             key = f"{prefix}{number}"

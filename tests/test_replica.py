@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from rayhs.codec import decode, header_length, parse_header, state_name
-from rayhs.config import RunConfig, parse_config
-from rayhs.errors import EngineError, SampleError, StoreError
+from rayhs.config import parse_config
+from rayhs.errors import EngineError, SampleError
 from rayhs.fake import REFUSED_TOKEN, FakeEngine, fake_states
 from rayhs.identity import dataset_record, identity_of
+from rayhs.job import Job, Receipt, staging_bytes
 from rayhs.layout import CommitRecord, ShardId, commit_name
 from rayhs.model import describe_model
-from rayhs.replica import Job, Receipt, Replica, staging_bytes
+from rayhs.replica import Replica
 from rayhs.store import open_store
 from tests.planning import plan_here
 
@@ -138,80 +139,16 @@ def test_staging_never_passes_its_limit(tmp_path: Path) -> None:
     assert 0 < peak <= limit
 
 
+def test_staging_that_the_file_system_has_no_room_for_is_noticed_at_start(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts_of(10), staging={"path": str(tmp_path / "shm"), "max_bytes": 2**60})
+    with pytest.raises(EngineError, match=r"staging\.max_bytes is \d+, but .* has room for \d+ bytes"):
+        staging_bytes(job)
+
+
 def test_staging_too_small_for_one_shard_says_so(tmp_path: Path) -> None:
     job = make_job(tmp_path, prompts_of(10), staging={"path": str(tmp_path / "shm"), "max_bytes": 1000})
     with pytest.raises(EngineError, match=r"raise staging\.max_bytes, .* or lower shards\.target_bytes"):
         staging_bytes(job)
-
-
-def test_a_store_that_refuses_for_good_leaves_the_shard_uncommitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = make_job(tmp_path, prompts_of(12))
-    shards = job.dataset.plan.shard_ids()
-    store_class = type(open_store(job.config.output))
-    put_stream, attempts = store_class.put_stream, []
-
-    def refuse(self: Any, name: str, chunks: Any, size: int) -> None:
-        if name.startswith(f"shards/{shards[1]}"):
-            attempts.append(name)
-            raise StoreError("no such bucket")
-        put_stream(self, name, chunks, size)
-
-    monkeypatch.setattr(store_class, "put_stream", refuse)
-    receipts, _ = run_all(job)
-    assert [r.error for r in receipts if r.error] == ["no such bucket"]
-    assert len(attempts) == job.config.shards.attempts
-    store = open_store(job.config.output)
-    committed = {name for name, _ in store.list("commits/")}
-    assert committed == {commit_name(s) for s in shards if s != shards[1]}
-
-
-class DyingEngine(FakeEngine):
-    """Dies at prompt number ``at`` of each start, as often as ``deaths`` says."""
-
-    at = 3
-    deaths = 0
-    starts = 0
-
-    async def start(self) -> None:
-        DyingEngine.starts += 1
-        self._prompts = 0
-
-    async def extract(self, key: str, token_ids: Sequence[int]) -> None:
-        self._prompts += 1
-        if self._prompts >= DyingEngine.at and DyingEngine.deaths > 0:
-            DyingEngine.deaths -= 1
-            raise EngineError("the engine died: out of memory")
-        await super().extract(key, token_ids)
-
-
-def with_dying_engine(monkeypatch: pytest.MonkeyPatch, deaths: int, at: int) -> None:
-    def make(config: RunConfig, model: Any, layers: Sequence[int], area: Any) -> FakeEngine:
-        return DyingEngine(area, layers, HIDDEN, "float32")
-
-    DyingEngine.deaths, DyingEngine.at, DyingEngine.starts = deaths, at, 0
-    monkeypatch.setattr("rayhs.replica.make_engine", make)
-
-
-def test_an_engine_that_dies_is_started_again_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = prompts_of(12)
-    job = make_job(tmp_path, prompts)
-    with_dying_engine(monkeypatch, deaths=1, at=3)
-    receipts, _ = run_all(job)
-    assert DyingEngine.starts == 2
-    assert not any(r.error for r in receipts) and sorted(stored_states(job)) == list(range(12))
-
-
-def test_an_engine_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make_job(tmp_path, prompts_of(12))
-    with_dying_engine(monkeypatch, deaths=10_000, at=1)
-    receipts, _ = run_all(job)
-    assert all(r.error for r in receipts)
-    assert DyingEngine.starts <= 4
-    assert list(open_store(job.config.output).list("commits/")) == []
 
 
 def test_a_failure_handed_over_by_the_connector_fails_the_sample(

@@ -12,8 +12,8 @@ import pytest
 
 from rayhs.arrivals import Arrivals
 from rayhs.budget import ByteBudget
-from rayhs.errors import SampleError
-from rayhs.staging import OwnedDirectory, StagingArea, StagingFull, is_key, sweep_dead
+from rayhs.errors import EngineError, SampleError
+from rayhs.staging import NoRoomNow, OwnedDirectory, StagingArea, StagingFull, is_key, sweep_dead
 
 
 def stage(area: StagingArea, key: str, data: bytes) -> None:
@@ -65,7 +65,7 @@ def test_a_full_file_system_is_an_error_of_the_sample(tmp_path: Path) -> None:
         pytest.skip("this machine can't mount a tmpfs")
     try:
         area = StagingArea(tmp_path / "area", 2**30)
-        with pytest.raises(StagingFull, match="No space left"):
+        with pytest.raises(NoRoomNow, match="No space left"):
             area.create("a", 2**21)
         assert list(area.directory.iterdir()) == []
         stage(area, "b", bytes(1000))
@@ -101,13 +101,13 @@ def test_arrivals_serve_many_waiters_and_time_out(tmp_path: Path) -> None:
     area = StagingArea(tmp_path, 10_000)
 
     async def run() -> list[bytes]:
-        arrivals = Arrivals(area)
+        arrivals = Arrivals(area, lambda: False)
         waiting = [asyncio.create_task(arrivals.wait(f"k{i}")) for i in range(20)]
         await asyncio.sleep(0.02)
         for i in reversed(range(20)):
             stage(area, f"k{i}", bytes([i]))
         memories = await asyncio.gather(*waiting)
-        with pytest.raises(SampleError, match="no states"):
+        with pytest.raises(EngineError, match="no states"):
             await arrivals.wait("never", timeout=0.05)
         stage(area, "later", b"z")
         return [bytes(m) for m in memories] + [bytes(await arrivals.wait("later"))]

@@ -25,9 +25,10 @@ import rayhs.replica
 from rayhs.config import parse_config
 from rayhs.fake import FakeEngine
 from rayhs.identity import dataset_record, identity_of
+from rayhs.job import Job
 from rayhs.layout import Plan
 from rayhs.model import describe_model
-from rayhs.replica import Job, Replica
+from rayhs.replica import Replica
 from rayhs.staging import StagingArea
 from tests.planning import plan_here
 

@@ -1,0 +1,134 @@
+"""What a replica is told of a run, and what it tells of a shard."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from rayhs.codec import STATE_DTYPES
+from rayhs.config import RunConfig
+from rayhs.errors import EngineError
+from rayhs.layout import DatasetRecord
+from rayhs.log import logger
+from rayhs.model import ModelInfo
+from rayhs.shards import ShardSpec
+
+_STAGED_SHARDS = 4
+_SHM_SHARE = 0.8
+
+# Of dataset.json, in every object's metadata: one that strays, or a damaged dataset.json, is noticed.
+_REPEATED_IDENTITY = {
+    "format_version",
+    "model",
+    "revision",
+    "model_hash",
+    "tokenizer_hash",
+    "chat_template_hash",
+    "num_layers",
+    "hidden_size",
+    "dtype",
+    "engine_dtype",
+    "shard_format",
+    "include_generated",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """All a replica needs to know of a run; travels to the actors."""
+
+    config: RunConfig
+    model: ModelInfo
+    dataset: DatasetRecord
+
+    @property
+    def shard_spec(self) -> ShardSpec:
+        record = self.dataset
+        identity = record.model_dump(include=_REPEATED_IDENTITY, exclude_none=True)
+        metadata = {key: str(value) for key, value in identity.items()}
+        metadata |= {"layers": ",".join(map(str, record.layers)), "plan": record.plan.fingerprint}
+        return ShardSpec(
+            tuple(record.layers),
+            record.hidden_size,
+            record.engine_dtype,
+            record.dtype,
+            record.shard_format,
+            metadata,
+            record.include_generated,
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Host bytes of one token's states in flight: staged, and converted where they are stored in another dtype."""
+        record = self.dataset
+        dtypes = {record.engine_dtype, record.dtype}
+        return len(record.layers) * record.hidden_size * sum(STATE_DTYPES[d].itemsize for d in dtypes)
+
+    @property
+    def largest_shard_bytes(self) -> int:
+        """An upper bound of what the largest shard of the plan takes in staging."""
+        tokens = max((t for f in self.dataset.plan.files for t in f.shard_tokens), default=0)
+        return int(tokens * (self.token_bytes + 8) * 1.02) + 2**20
+
+    @property
+    def wanted_staging_bytes(self) -> int:
+        """``staging.max_bytes``, or room for four of the largest shards."""
+        return int(self.config.staging.max_bytes or max(self.largest_shard_bytes * _STAGED_SHARDS, 64 * 2**20))
+
+    @property
+    def shards_in_flight(self) -> int:
+        """Shards a replica works on at once; the staging limit decides which of them hold memory."""
+        return int(np.clip(self.wanted_staging_bytes // self.largest_shard_bytes, 2, 32))
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What became of one shard; the only thing a replica sends back.
+
+    ``started`` is the Unix time at which it was begun, with the engine up; ``seconds`` what it took.
+    ``error`` tells why it was not committed; ``fatal`` that no other shard of the run will be either.
+    """
+
+    shard: str
+    samples: int = 0
+    failed: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    started: float = 0.0
+    seconds: float = 0.0
+    error: str = ""
+    fatal: bool = False
+
+    def as_row(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def staging_bytes(job: Job, per_node: int = 1) -> int:
+    """The staging limit in bytes of a replica on this host, one of ``per_node``.
+
+    What ``staging.max_bytes`` asks for is there or refused; by default the limit follows what there is.
+
+    Raises:
+        EngineError: the file system has less than was asked for, or not even the largest shard fits.
+    """
+    root, asked = job.config.staging.path, job.config.staging.max_bytes
+    if not os.path.isdir(root):
+        raise EngineError(f"staging.path {root} is not a folder; give one in memory, such as /dev/shm")
+    status = os.statvfs(root)
+    free = int(status.f_bavail * status.f_frsize * _SHM_SHARE) // per_node
+    if asked is not None and asked > free:
+        raise EngineError(
+            f"staging.max_bytes is {int(asked)}, but {root} has room for {free} bytes a replica; "
+            "lower it, or give the file system more memory (docker: --shm-size, Kubernetes: a larger emptyDir)"
+        )
+    limit = min(job.wanted_staging_bytes, free)
+    if limit < job.largest_shard_bytes:
+        raise EngineError(
+            f"staging needs {job.largest_shard_bytes} bytes for the largest shard, {limit} are to be had in {root}; "
+            "raise staging.max_bytes, give more memory to it, or lower shards.target_bytes"
+        )
+    if limit < job.wanted_staging_bytes:
+        logger.warning("%s has room for %d bytes of staging, %d are wanted", root, limit, job.wanted_staging_bytes)
+    return limit
