@@ -178,7 +178,7 @@ def write_shard(
     seconds = time.monotonic() - started
     if seconds > COMMIT_WITHIN_S:
         raise StoreUnavailable(
-            f"{upload.name}: the upload took {seconds / 3600:.1f} h, too long to be safe from gc; lower shards.target_bytes"
+            f"{upload.name}: the upload took {seconds / 3600:.1f} h, over the limit; lower shards.target_bytes"
         )
     record = _record(shard, attempt, results, upload, {"upload": seconds})
     if store.put_new(commit_name(shard), record.to_bytes()):

@@ -185,8 +185,16 @@ def test_an_object_too_old_to_be_told_from_an_orphan_is_not_committed(
 def test_shards_are_handed_back_or_finished_and_staging_is_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make_job(tmp_path, prompts_of(60))
+    job = make_job(tmp_path, [[i] * 20 for i in range(60)])
     shards = job.dataset.plan.shard_ids()
+    extract = FakeEngine.extract
+
+    async def stuck_at_the_second_half(self: FakeEngine, key: str, token_ids: Sequence[int]) -> None:
+        if token_ids[0] >= 30:
+            await asyncio.Event().wait()
+        await extract(self, key, token_ids)
+
+    monkeypatch.setattr(FakeEngine, "extract", stuck_at_the_second_half)
     uploading, finish = threading.Event(), threading.Event()
     put_stream = LocalFolderStore.put_stream
 
