@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from rayhs.errors import EngineError, SampleError
 from rayhs.staging import NoRoomNow, StagingArea
 
 _BLOCKED_PAUSE_S = 0.05
+_THREADS = 8
 _TABLE_ROWS = 1021  # prime, so that (token, position, layer) rarely meet in one row
 _TABLES: dict[tuple[int, str], Array] = {}
 
@@ -48,6 +50,7 @@ class FakeEngine:
         self._area, self._layers, self._hidden, self._dtype = area, tuple(layers), hidden, dtype
         self._generated = generated
         self._dead = False
+        self._threads = ThreadPoolExecutor(_THREADS)
 
     async def start(self) -> None:
         return None
@@ -62,7 +65,8 @@ class FakeEngine:
         if self._dead:
             raise EngineError(f"the engine died: token {KILLER_TOKEN}")
         all_ids = [*token_ids, *range(self._generated)]
-        while not await asyncio.to_thread(self._stage, key, all_ids):  # noqa: ASYNC110 - no event tells of room
+        loop = asyncio.get_running_loop()
+        while not await loop.run_in_executor(self._threads, self._stage, key, all_ids):  # noqa: ASYNC110 - no event tells of room
             await asyncio.sleep(_BLOCKED_PAUSE_S)
 
     def _stage(self, key: str, token_ids: list[int]) -> bool:
@@ -87,4 +91,6 @@ class FakeEngine:
         return True
 
     async def stop(self) -> None:
-        return None
+        self._dead = True
+        # What is cancelled in the loop goes on in its thread, and must not write into a folder being removed.
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)

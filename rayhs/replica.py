@@ -129,6 +129,9 @@ class Replica:
             return None
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._stopping.is_set():
+            work.close()
+            raise _HandedBack
         task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
