@@ -21,7 +21,8 @@ from typing import Any
 
 from rayhs.config import RunConfig, parse_config
 from rayhs.errors import ConfigError, RayhsError
-from rayhs.pipeline import Progress, RunResult, run_extract
+from rayhs.pipeline import RunResult, run_extract
+from rayhs.tally import Progress
 
 DOCUMENTS = 48
 MAX_TOKENS = 256

@@ -13,6 +13,8 @@ EXIT_SOME_FAILED = 3
 EXIT_DAMAGE = 4
 EXIT_INTERRUPTED = 130
 
+REPAIR_HINT = "rayhs verify names all damage, rayhs extract --repair makes it anew"
+
 
 class RayhsError(Exception):
     """Base class; ``exit_code`` is what the command line exits with."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import secrets
 import threading
 import warnings
 from collections.abc import Iterator
@@ -30,18 +32,40 @@ _MAX_TASKS = 20_000
 class Extractor:
     """Ray Data's callable class: one replica, called from several threads at once."""
 
-    def __init__(self, job: Job, plan: ReplicaPlan) -> None:
+    def __init__(self, job: Job, plan: ReplicaPlan, stop: Any) -> None:
         configure()
         self._job, self._plan = job, plan
         self._loop = asyncio.new_event_loop()
         self._cores: CoreClaim | None = None
-        self._replica: Replica | None = None
         self._refusal = ""
+        self._replica = self._make_replica()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="rayhs-loop").start()
+        if self._replica is not None:
+            asyncio.run_coroutine_threadsafe(self._stop_when_told(self._replica, stop), self._loop)
+
+    def _make_replica(self) -> Replica | None:
         try:
-            self._prepare()
+            if self._plan.engine_cores:
+                self._cores = CoreClaim(self._plan.engine_cores)
+                os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cores.thread_binding(
+                    self._job.config.engine.tensor_parallel_size
+                )
+            return Replica(self._job, self._plan.per_node)
         except EngineError as error:
             self._refusal = str(error)  # told in the receipts: Ray would bury an actor's constructor error
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="rayhs-loop").start()
+            return None
+
+    @staticmethod
+    async def _stop_when_told(replica: Replica, stop: Any) -> None:
+        """``stop``: the run's `rayhs.cluster.StopSignal`, or what is left of it when the driver is gone."""
+        from ray.exceptions import RayError
+
+        me = secrets.token_hex(8)
+        with contextlib.suppress(RayError):
+            await stop.join.remote(me)
+        await replica.hand_back()
+        with contextlib.suppress(RayError):
+            await stop.leave.remote(me)
 
     def _prepare(self) -> None:
         if self._plan.engine_cores:
@@ -135,7 +159,7 @@ class ReplicaPlan:
         return arguments
 
 
-def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan) -> ray.data.Dataset:
+def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan, stop: Any) -> ray.data.Dataset:
     """A lazy Ray dataset with one receipt a shard."""
     import ray.data
 
@@ -155,7 +179,7 @@ def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan) -> ray.da
         warnings.filterwarnings("ignore", message=".*ray_remote_args_fn.*")
         return source.map_batches(
             Extractor,
-            fn_constructor_args=(job, plan),
+            fn_constructor_args=(job, plan, stop),
             batch_size=_MAX_TASKS,  # a whole block; with GPUs Ray insists on a number
             batch_format="numpy",
             compute=pool,

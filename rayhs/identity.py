@@ -58,4 +58,7 @@ def refuse_other(existing: DatasetRecord, wanted: Identity, input_fingerprint: s
     if existing.plan.input != input_fingerprint:
         differing.append("the prompts, or how they are read and cut, are not those it was planned from")
     if differing:
-        raise IdentityMismatch(f"{uri} holds another dataset: {'; '.join(differing)}. Give another output")
+        raise IdentityMismatch(
+            f"{uri} holds another dataset: {'; '.join(differing)}. Give another place with --into URI, or go on with "
+            "the settings of the one there (cluster, staging, storage, shards.attempts and engine.vllm may change)"
+        )

@@ -19,6 +19,7 @@ from rayhs.budget import ByteBudget
 from rayhs.codec import STATE_DTYPES, staged_bytes_at_most
 from rayhs.engine import Engine, make_engine
 from rayhs.errors import (
+    REPAIR_HINT,
     EngineError,
     FormatError,
     ObjectNotFound,
@@ -85,11 +86,14 @@ class Replica:
             await self._withdraw(self._streak.shards)
             return Receipt(str(shard), error=str(error), fatal=True)
         except FormatError as error:
-            return Receipt(str(shard), error=str(error))
+            return Receipt(str(shard), error=f"{error}; {REPAIR_HINT}")
         except StoreError as error:
             self._store_failures += 1
             logger.warning("shard %s: %s", shard, error)
-            return Receipt(str(shard), error=str(error), fatal=self._store_failures >= _MOST_STORE_FAILURES)
+            if self._store_failures < _MOST_STORE_FAILURES:
+                return Receipt(str(shard), error=str(error))
+            advice = f"{_MOST_STORE_FAILURES} shards in a row could not be stored; run the same command again to go on"
+            return Receipt(str(shard), error=f"{error}; {advice}", fatal=True)
         except _HandedBack:
             return Receipt(str(shard), error=HANDED_BACK)
         finally:

@@ -148,9 +148,11 @@ class OwnedDirectory:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """Delete the directory; mappings already taken stay valid."""
+        """Delete the directory; mappings already taken stay valid. Once more is fine."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
 def sweep_dead(root: str | os.PathLike[str]) -> None:

@@ -233,7 +233,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rayhs.cli import progress as cli_progress
-    from rayhs.pipeline import Progress
+    from rayhs.tally import Progress
 
     monkeypatch.setattr(cli_progress, "LINE_SECONDS", 0.05)
     monkeypatch.setattr(cli_progress, "BEAT_SECONDS", 0.2)

@@ -20,7 +20,8 @@ from rayhs.config import RunConfig, parse_config
 from rayhs.errors import ConfigError, IdentityMismatch, InputError, RayhsError, TooManyRejected
 from rayhs.extractor import ReplicaPlan
 from rayhs.fake import REFUSED_TOKEN, fake_states
-from rayhs.pipeline import Progress, RunResult, run_extract, run_plan
+from rayhs.pipeline import RunResult, run_extract, run_plan
+from rayhs.tally import Progress
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -206,7 +207,7 @@ def test_an_upload_that_fails_for_good_ends_unfinished_and_resumes(tmp_path: Pat
     prompts = prompts_of(30)
     run_plan(parse_config(settings(tmp_path, prompts)))
     (tmp_path / "shards").write_text("a file where the folder must go")
-    with pytest.raises(RayhsError, match="shards were not committed.*run the same command again"):
+    with pytest.raises(RayhsError, match="a file is where a folder should be.*run the same command again"):
         run(tmp_path, prompts)
     assert not (tmp_path / "summary.json").exists()
     (tmp_path / "shards").unlink()

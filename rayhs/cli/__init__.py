@@ -7,6 +7,9 @@ reading needs neither Ray, vLLM nor torch.
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +25,7 @@ Override = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key: --set engine.dtype=float32.")
 ]
 Uri = Annotated[str, typer.Argument(metavar="URI", help="A folder or s3://bucket/prefix.", show_default=False)]
+Into = Annotated[str | None, typer.Option(metavar="URI", help="Another place than the run file's output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 Endpoint = Annotated[str | None, typer.Option(help="S3 endpoint URL, for servers other than AWS.")]
 Region = Annotated[str | None, typer.Option(help="S3 region.")]
@@ -75,19 +79,26 @@ def _root(
 
 
 @app.command()
-def extract(run: RunFile, override: Override = None, json: Json = False) -> None:
+def extract(
+    run: RunFile,
+    override: Override = None,
+    into: Into = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="First read and check all that is there; make what is damaged anew.")
+    ] = False,
+    json: Json = False,
+) -> None:
     """Plan if needed, extract what is not there yet, write index and summary."""
     from rayhs.cli.output import print_json, print_run, results_apart
-    from rayhs.config import load_config
 
-    config = load_config(run, override or ())
+    config = _run_config(run, override, into)
     with results_apart() as out:
         from rayhs.cli.progress import RunProgress
 
-        with RunProgress() as progress:
+        with RunProgress() as progress, _terminable():
             from rayhs.pipeline import run_extract
 
-            result = run_extract(config, progress)
+            result = run_extract(config, progress, repair)
         if json:
             print_json({"uri": result.uri, "exit_code": result.exit_code, **result.summary.model_dump()}, out)
         else:
@@ -96,18 +107,17 @@ def extract(run: RunFile, override: Override = None, json: Json = False) -> None
 
 
 @app.command()
-def plan(run: RunFile, override: Override = None, json: Json = False) -> None:
+def plan(run: RunFile, override: Override = None, into: Into = None, json: Json = False) -> None:
     """Tokenise, and say exactly what extracting will take; needs no GPU."""
     from dataclasses import asdict
 
     from rayhs.cli.output import print_json, print_plan, results_apart
-    from rayhs.config import load_config
 
-    config = load_config(run, override or ())
+    config = _run_config(run, override, into)
     with results_apart() as out:
         from rayhs.cli.progress import RunProgress
 
-        with RunProgress() as progress:
+        with RunProgress() as progress, _terminable():
             from rayhs.pipeline import run_plan
 
             result = run_plan(config, progress)
@@ -115,6 +125,23 @@ def plan(run: RunFile, override: Override = None, json: Json = False) -> None:
             print_json(asdict(result), out)
         else:
             print_plan(result, out)
+
+
+def _run_config(run: Path, override: list[str] | None, into: str | None) -> Any:
+    from rayhs.config import load_config
+
+    config = load_config(run, override or ())
+    return config if into is None else config.model_copy(update={"output": into})
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM is taken as Ctrl-C: shards are finished or handed back, and the exit code tells."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @app.command()
@@ -129,7 +156,7 @@ def demo(
     from rayhs.store import open_store
 
     with results_apart() as out:
-        with RunProgress() as progress:
+        with RunProgress() as progress, _terminable():
             from rayhs.demo import run_demo
 
             result = run_demo(output, documents, progress)
@@ -200,6 +227,29 @@ def verify(
     else:
         print_verify(report)
     raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def gc(
+    uri: Uri,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    older_than: Annotated[
+        str, typer.Option(metavar="AGE", help="Such as 30m, 6h, 2d. Below 6h no run into URI may be going on.")
+    ] = "6h",
+    json: Json = False,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+) -> None:
+    """Remove what is no part of the dataset: objects of attempts that lost, unfinished uploads."""
+    from rayhs.cli.output import print_gc, print_json
+    from rayhs.gc import collect, parse_age
+
+    report = collect(_open(uri, endpoint, region, profile), older_than=parse_age(older_than), dry_run=dry_run)
+    if json:
+        print_json(report.to_dict())
+    else:
+        print_gc(report)
 
 
 @app.command()

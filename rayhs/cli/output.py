@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from rayhs.gc import GcReport
     from rayhs.pipeline import PlanResult, RunResult
     from rayhs.report import StatusReport
     from rayhs.verify import VerifyReport
@@ -140,16 +141,31 @@ def print_verify(report: VerifyReport, out: TextIO | None = None) -> None:
     }
     if report.orphans:
         rows["orphans"] = (
-            f"{report.orphans:,} objects, {nbytes(report.orphan_bytes)} of attempts that lost, not part of the dataset"
+            f"{report.orphans:,} objects, {nbytes(report.orphan_bytes)} of attempts that lost; rayhs gc removes them"
         )
     if not report.ok:
-        rows["repair"] = "delete the commit record of a damaged shard (commits/<shard>.json), then rayhs extract again"
+        rows["repair"] = "rayhs extract RUN.yaml --repair makes what is damaged anew, and only that"
     if report.reference is not None:
         rows["reference"] = f"{report.reference.model}, {len(report.reference.samples)} samples"
         for layer, error in report.reference.errors.items():
             mark = "over" if layer in report.reference.over_limit else "within"
             rows[f"  layer {layer}"] = f"relative error {error:.2e}, {mark} the limit {report.reference.limit:.0e}"
     _print_pairs(rows, file)
+
+
+def print_gc(report: GcReport) -> None:
+    verb = "would be removed" if report.dry_run else "removed"
+    for name in report.names:
+        sys.stdout.write(f"{name}\n")
+    rows = {
+        "dataset": report.uri,
+        "orphans": f"{report.objects:,} objects, {nbytes(report.bytes)} {verb}",
+        "unfinished": f"{report.unfinished:,} writes, {nbytes(report.unfinished_bytes)} {verb}",
+        "too young": f"{report.young:,} left, not older than {report.older_than / 3600:g} h",
+    }
+    if report.damaged:
+        rows["undecided"] = f"{report.damaged:,} left, the commit records of their shards are damaged"
+    _print_pairs(rows)
 
 
 def print_show(result: Mapping[str, Any], out: TextIO | None = None) -> None:

@@ -15,11 +15,17 @@ from rich.text import Text
 from rayhs.cli.output import nbytes
 
 if TYPE_CHECKING:
-    from rayhs import pipeline
+    from rayhs import tally
 
 LINE_SECONDS = 5.0
 BEAT_SECONDS = 20.0
-_UNITS = {"planning": "rows", "starting": "replicas", "extracting": "samples", "indexing": "files"}
+_UNITS = {
+    "checking": "shards",
+    "planning": "rows",
+    "starting": "replicas",
+    "extracting": "samples",
+    "indexing": "files",
+}
 
 
 class _Display:
@@ -86,7 +92,7 @@ class _Display:
 
 
 class RunProgress(_Display):
-    """Shows the `rayhs.pipeline.Progress` records of a run; call it with each."""
+    """Shows the `rayhs.tally.Progress` records of a run; call it with each."""
 
     def __enter__(self) -> RunProgress:
         self._enter()
@@ -97,13 +103,13 @@ class RunProgress(_Display):
         super().__init__()
         self._last: tuple[str, int] | None = None
 
-    def __call__(self, progress: pipeline.Progress) -> None:
+    def __call__(self, progress: tally.Progress) -> None:
         if self._last == (progress.phase, progress.done) and progress.done == progress.total:
             return  # a phase that is done says so once
         self._last = (progress.phase, progress.done)
         self.update(progress.phase, progress.done, progress.total, self._text(progress))
 
-    def _text(self, progress: pipeline.Progress) -> str:
+    def _text(self, progress: tally.Progress) -> str:
         parts = []
         if progress.done or progress.total:
             of = f" of {progress.total:,}" if progress.total is not None else ""

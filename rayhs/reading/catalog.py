@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from rayhs import layout
 from rayhs.codec import STATE_DTYPES
@@ -12,6 +13,8 @@ from rayhs.layout import CommitRecord, DatasetRecord, ShardId, Summary
 from rayhs.store import Store
 
 _READERS = 8
+
+T = TypeVar("T")
 
 
 def read_dataset_record(store: Store) -> DatasetRecord:
@@ -58,6 +61,24 @@ def committed_shards(store: Store) -> list[ShardId]:
 
 def read_commits(store: Store, shards: Sequence[ShardId]) -> Iterator[CommitRecord]:
     """The commit records of ``shards``, in that order, several reads in flight."""
+    return _in_order(lambda shard: read_commit(store, shard), shards)
+
+
+def read_commit_or_error(store: Store, shards: Sequence[ShardId]) -> Iterator[CommitRecord | FormatError | None]:
+    """As `read_commits`, with None for a shard that is not committed and the error for a damaged record."""
+
+    def read(shard: ShardId) -> CommitRecord | FormatError | None:
+        try:
+            return read_commit(store, shard)
+        except ObjectNotFound:
+            return None
+        except FormatError as error:
+            return error
+
+    return _in_order(read, shards)
+
+
+def _in_order(read: Callable[[ShardId], T], shards: Sequence[ShardId]) -> Iterator[T]:
     with ThreadPoolExecutor(_READERS) as pool:
         for start in range(0, len(shards), 16 * _READERS):
-            yield from pool.map(lambda shard: read_commit(store, shard), shards[start : start + 16 * _READERS])
+            yield from pool.map(read, shards[start : start + 16 * _READERS])

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from rayhs.config import StorageConfig
 from rayhs.errors import ConfigError
-from rayhs.store.base import Chunk, Ranges, Store
+from rayhs.store.base import Chunk, Entry, Ranges, Store, Unfinished
 from rayhs.store.inputs import input_filesystem
 
-__all__ = ["Chunk", "Ranges", "Store", "input_filesystem", "open_store"]
+__all__ = ["Chunk", "Entry", "Ranges", "Store", "Unfinished", "input_filesystem", "open_store"]
 
 
 _DEFAULTS = StorageConfig()

@@ -161,7 +161,7 @@ def _check_parquet(
     store: Store, record: DatasetRecord, name: str, samples: Sequence[_Expected], found: Findings
 ) -> None:
     shard = open_shard(store, record, name)
-    _check_metadata(shard.metadata, record)
+    check_metadata(shard.metadata, record)
     reader = ShardReader(store, record, record.layers)
     for sample in samples:
         try:
@@ -181,7 +181,7 @@ def _check_tensors(
 ) -> None:
     length = codec.header_length(bytes(stream.read(min(8, stream.left))), stream.left + 8)
     tensors, metadata = codec.parse_header(bytes(stream.read(length)), stream.size)
-    _check_metadata(metadata, record)
+    check_metadata(metadata, record)
     tokens = check_tensors(tensors, record)
     if tokens != sum(s.tokens for s in samples) or tensors["sample_index"].shape != (len(samples),):
         raise FormatError(f"{tokens} tokens of {tensors['sample_index'].shape[0]} samples, the commit has others")
@@ -200,7 +200,7 @@ def _check_tensors(
         _report(found, name, sample, record, state, small["token_ids"][part], small["loss_mask"][part])
 
 
-def _check_metadata(metadata: Mapping[str, str], record: DatasetRecord) -> None:
+def check_metadata(metadata: Mapping[str, str], record: DatasetRecord) -> None:
     """The identity that a shard repeats must be the dataset's, key by key."""
     identity = record.model_dump(
         mode="json", exclude_none=True, exclude={"plan", "layers", "versions", "created", "final_norm"}

@@ -1,0 +1,139 @@
+"""Ray, joined or started for a run; and how the replicas of a run are told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rayhs.config import RunConfig
+from rayhs.errors import ConfigError, RayhsError, one_line
+from rayhs.log import logger
+
+_RAY_STARTS = 3
+STOP_WITHIN_S = 20.0
+
+
+class StopSignal:
+    """An actor of a run: tells its replicas to hand their shards back, and waits until they have."""
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        self._replicas: set[str] = set()
+        self._changed = asyncio.Condition()
+
+    async def join(self, replica: str) -> None:
+        """Called by a replica at its start; returns when it must stop."""
+        self._replicas.add(replica)
+        await self._asked.wait()
+
+    async def leave(self, replica: str) -> None:
+        """Called by a replica that has stopped."""
+        async with self._changed:
+            self._replicas.discard(replica)
+            self._changed.notify_all()
+
+    async def stop(self) -> bool:
+        """Ask all to stop; whether they all have, within `STOP_WITHIN_S`."""
+        self._asked.set()
+        try:
+            async with asyncio.timeout(STOP_WITHIN_S), self._changed:
+                await self._changed.wait_for(lambda: not self._replicas)
+        except TimeoutError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def graceful_stop() -> Iterator[Any]:
+    """A `StopSignal` for the replicas of a run, used when the body is interrupted or fails."""
+    import ray
+    from ray.exceptions import RayError
+
+    signals = ray.remote(num_cpus=0)(StopSignal).remote()
+    try:
+        yield signals
+    except (KeyboardInterrupt, RayhsError):
+        with contextlib.suppress(RayError):
+            if not ray.get(signals.stop.remote(), timeout=STOP_WITHIN_S + 5):
+                logger.warning("not all replicas stopped within %.0f s; their shards are redone", STOP_WITHIN_S)
+        raise
+
+
+@contextlib.contextmanager
+def cluster(config: RunConfig) -> Iterator[Callable[[], None]]:
+    """A function that joins or starts Ray when it is called first; Ray is left or stopped at the end.
+
+    A Ray that the caller has already joined is used as it is, and left to him.
+    """
+    joined_before = _is_joined()
+
+    def join() -> None:
+        if not _is_joined():
+            with _own_sigterm():
+                _join_or_start(config.cluster.address)
+        _quiet()
+
+    try:
+        yield join
+    finally:
+        if not joined_before and _is_joined():
+            sys.modules["ray"].shutdown()
+
+
+def _is_joined() -> bool:
+    # A run that finds nothing to extract does not even import Ray.
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+
+
+def _quiet() -> None:
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the caller's handling of SIGTERM, which ray.init replaces by an exit without a word."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _join_or_start(address: str) -> None:
+    # Ray's C++ side writes warnings about our actors' arguments to the terminal, over the progress.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    import ray
+
+    for remaining in reversed(range(_RAY_STARTS)):
+        try:
+            # A Ray of our own has no dashboard: on a busy host its agent is late, and the node gives up.
+            ray.init(
+                address=None if address == "auto" else address,
+                include_dashboard=False if address == "local" else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+            return
+        except Exception as error:  # a node that does not come up is a bare Exception of Ray's
+            ray.shutdown()
+            if address not in ("auto", "local"):
+                raise ConfigError(f"cluster.address {address}: {one_line(error)}; is a Ray running there?") from error
+            if not remaining:
+                raise RayhsError(
+                    f"Ray did not start here: {one_line(error)}; see /tmp/ray/session_latest/logs"
+                ) from error
