@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,6 +202,13 @@ class Builder:
                 )
                 start += len(row.token_ids) if good else 0
         return rows
+
+    def edit_record(self, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+        """Change a stored JSON record and seal it again, as someone who means it would."""
+        document = json.loads((self.folder / name).read_text())
+        del document["record_checksum"]
+        change(document)
+        self.put(name, layout.seal(json.dumps(document).encode()))
 
     def write_index(self, file: int, rows: Iterable[dict[str, Any]]) -> None:
         sink = io.BytesIO()
