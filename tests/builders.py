@@ -16,6 +16,7 @@ import xxhash
 
 from rayhs import codec, layout, parquet_codec
 from rayhs.layout import CommitRecord, DatasetRecord, Plan, SamplesFile, ShardId, Summary
+from rayhs.record import seal
 
 LAYERS = (0, 2, 4)
 HIDDEN = 8
@@ -208,7 +209,7 @@ class Builder:
         document = json.loads((self.folder / name).read_text())
         del document["record_checksum"]
         change(document)
-        self.put(name, layout.seal(json.dumps(document).encode()))
+        self.put(name, seal(json.dumps(document).encode()))
 
     def write_index(self, file: int, rows: Iterable[dict[str, Any]]) -> None:
         sink = io.BytesIO()

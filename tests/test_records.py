@@ -10,7 +10,8 @@ import xxhash
 
 from rayhs import layout
 from rayhs.errors import FormatError
-from rayhs.layout import CommitRecord, DatasetRecord, Record, Summary
+from rayhs.layout import CommitRecord, DatasetRecord, Summary
+from rayhs.record import Record, seal
 from tests.builders import Builder
 
 KINDS: dict[str, type[Record]] = {
@@ -29,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @each_kind
 def test_the_seal_is_what_its_description_says(folder: Path, name: str) -> None:
     data = (folder / name).read_bytes()
-    body, seal = data[:-38], data[-38:]
-    assert seal == f',"record_checksum":"{xxhash.xxh3_64_hexdigest(body + b"}")}"}}'.encode()
+    body, tail = data[:-38], data[-38:]
+    assert tail == f',"record_checksum":"{xxhash.xxh3_64_hexdigest(body + b"}")}"}}'.encode()
     assert list(json.loads(data))[-1] == "record_checksum"
     assert json.loads(body + b"}") == {k: v for k, v in json.loads(data).items() if k != "record_checksum"}
     record = KINDS[name].from_bytes(data, name)
@@ -68,7 +69,7 @@ def test_a_wrong_value_is_named_rather_than_the_checksum(folder: Path) -> None:
 
 def test_keys_of_a_later_version_are_ignored_but_covered(folder: Path) -> None:
     body = (folder / layout.SUMMARY).read_bytes()[:-38] + b',"later":"x"}'
-    sealed = layout.seal(body)
+    sealed = seal(body)
     assert Summary.from_bytes(sealed, "summary.json").ok == 11
     with pytest.raises(FormatError, match="differs from its record_checksum"):
         Summary.from_bytes(sealed.replace(b'"later":"x"', b'"later":"y"'), "summary.json")

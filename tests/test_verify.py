@@ -221,7 +221,7 @@ def test_generated_tokens_may_follow_the_prompt(tmp_path: Path, include_generate
         ("summary.json", "missing: the run has not finished, 5 of 5 shards are committed"),
         ("commits/00001-0000.json", "missing: the shard was not committed"),
         ("index/00001.parquet", "missing: samples 7..12 are not in the index"),
-        ("samples/00000.parquet", "shard 00000-0000 can't be checked"),
+        ("samples/00000.parquet", "its 2 shards can't be checked"),
         ("dataset.json", "missing: nothing else can be checked"),
     ],
 )
