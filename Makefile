@@ -1,5 +1,6 @@
 # make install   .venv with everything for the CPU        make demo   a verified dataset of a real model
 # make test      every test                               make lint   ruff, mypy, the rules between modules
+# make fuzz      the header parser under atheris for three minutes (ARGS="-max_total_time=3600" for longer)
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 VENV := .venv
@@ -10,10 +11,10 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 ARGS ?=
 
-.PHONY: help install demo test lint format bench-cpu bench-packing bench-plan constraints clean
+.PHONY: help install demo test lint format fuzz bench-cpu bench-packing bench-plan constraints clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -2
+	@sed -n 's/^# //p' Makefile | head -3
 
 install: $(STAMP)
 	@echo "installed: $(BIN)/rayhs"
@@ -28,6 +29,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(STAMP)
+	$(VENV)/tools/bin/uv pip install --quiet --python $(BIN)/python "$$(sed -n 's/^fuzz = \["\(.*\)"\].*/\1/p' pyproject.toml)"
+	PYTHONPATH=. $(BIN)/python tests/fuzz/header.py -dict=tests/fuzz/header.dict -max_len=4096 -max_total_time=180 $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -22,7 +22,9 @@ from rayhs.errors import FormatError
 
 Array = npt.NDArray[Any]
 
-MAX_HEADER_BYTES = 100_000_000  # the safetensors package's own limit
+# The safetensors package takes 100 MB; ours have at most layout.MAX_LAYERS tensors of 120 bytes, and
+# JSON of many small values takes dozens of times its size once parsed.
+MAX_HEADER_BYTES = 2**20
 STATE_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -36,6 +38,7 @@ _CODES: dict[str, np.dtype[Any]] = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
+_MAX_RANK = 8
 _CODE_OF = {dtype: code for code, dtype in _CODES.items()}
 
 
@@ -69,7 +72,11 @@ def shard_specs(layers: Sequence[int], hidden: int, dtype: str, token_counts: Se
     ``hidden_states.<k>`` `[tokens, hidden]` for each layer, ``token_ids`` int32 `[tokens]`,
     ``loss_mask`` uint8 `[tokens]`, ``offsets`` int64 `[samples + 1]`, ``sample_index`` int64 `[samples]`.
     """
-    tokens, samples = sum(token_counts), len(token_counts)
+    return tensors_of_shard(layers, hidden, dtype, sum(token_counts), len(token_counts))
+
+
+def tensors_of_shard(layers: Sequence[int], hidden: int, dtype: str, tokens: int, samples: int) -> list[TensorSpec]:
+    """`shard_specs` of a shard of so many tokens and samples; takes no memory for either."""
     states = [TensorSpec(state_name(k), STATE_DTYPES[dtype], (tokens, hidden)) for k in layers]
     # int64 before int32 before uint8 keeps every tensor aligned to its item size.
     return [
@@ -119,7 +126,7 @@ def parse_header(header: bytes, object_bytes: int) -> tuple[dict[str, StoredTens
             elsewhere than the object.
     """
     try:
-        entries = json.loads(header)
+        entries = json.loads(header, object_pairs_hook=_unique)
     except (ValueError, RecursionError):
         raise FormatError("safetensors header is not JSON") from None
     if not isinstance(entries, dict):
@@ -139,6 +146,14 @@ def parse_header(header: bytes, object_bytes: int) -> tuple[dict[str, StoredTens
     return tensors, metadata
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Of a key given twice, json takes the last and other readers the first.
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise FormatError("safetensors header has a key twice")
+    return entries
+
+
 def _parse_tensor(name: str, entry: object, base: int) -> StoredTensor:
     if not isinstance(entry, dict):
         raise FormatError(f"safetensors tensor {name!r} is not described by an object")
@@ -148,6 +163,8 @@ def _parse_tensor(name: str, entry: object, base: int) -> StoredTensor:
         raise FormatError(f"safetensors tensor {name!r} has the unknown dtype {entry.get('dtype')!r}")
     if shape is None or offsets is None or len(offsets) != 2:
         raise FormatError(f"safetensors tensor {name!r} has a malformed shape or malformed offsets")
+    if len(shape) > _MAX_RANK or max([*shape, *offsets]) >= 2**63:
+        raise FormatError(f"safetensors tensor {name!r} has a shape or offsets that no array can have")
     tensor = StoredTensor(name, dtype, tuple(shape), base + offsets[0])
     found = offsets[1] - offsets[0]
     if found != tensor.nbytes:

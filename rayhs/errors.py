@@ -17,9 +17,16 @@ REPAIR_HINT = "rayhs verify names all damage, rayhs extract --repair makes it an
 
 
 class RayhsError(Exception):
-    """Base class; ``exit_code`` is what the command line exits with."""
+    """Base class; ``exit_code`` is what the command line exits with.
+
+    Messages quote names and values out of stored objects and other people's errors: what could break
+    the line, move the cursor or fill the screen is taken out here, once for all of them.
+    """
 
     exit_code = EXIT_FAILED
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class ConfigError(RayhsError):
@@ -89,6 +96,13 @@ class SampleError(RayhsError):
 
 class PromptRejected(RayhsError):
     """One prompt can't become a sample; its message becomes the row's ``reason``."""
+
+
+def printable(text: str, limit: int = 2000) -> str:
+    """``text`` without line breaks or control characters; of a longer one, the middle is left out."""
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def one_line(error: object, limit: int = 500) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import FailFast, Field, model_validator
 
 from rayhs.errors import FormatError
+from rayhs.record import Record
 
 FORMAT_VERSION = 1
 DATASET = "dataset.json"
@@ -24,9 +25,16 @@ ShardFormat = Literal["safetensors", "parquet"]
 Status = Literal["ok", "failed", "rejected"]
 SampleStatus = Literal["ok", "failed"]
 
-_SHARD_ID = re.compile(r"(\d{5,})-(\d{4,})")
-_OBJECT = re.compile(r"shards/(\d{5,}-\d{4,})-([0-9a-f]{16})\.(safetensors|parquet)")
-_COMMIT = re.compile(r"commits/(\d{5,}-\d{4,})\.json")
+# Limits far over any real dataset, under what int64, Arrow's int32 and memory can take.
+MAX_LAYERS = 4096
+MAX_HIDDEN = 2**24
+MAX_SAMPLES = MAX_TOKENS = 2**48
+Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+
+# ASCII digits, and few of them: \d takes any script's, and int() refuses thousands.
+_SHARD_ID = re.compile(r"([0-9]{5,9})-([0-9]{4,9})")
+_OBJECT = re.compile(r"shards/([0-9]{5,9}-[0-9]{4,9})-([0-9a-f]{16})\.(safetensors|parquet)")
+_COMMIT = re.compile(r"commits/([0-9]{5,9}-[0-9]{4,9})\.json")
 
 # samples/<file>.parquet: every input row in input order; a row group is a shard. ``columns`` is a
 # JSON object of the pass-through columns; a rejected row has no tokens.
@@ -71,9 +79,11 @@ class ShardId:
     def parse(cls, text: str) -> ShardId:
         """Raises FormatError on anything but ``<file>-<group>``."""
         match = _SHARD_ID.fullmatch(text)
-        if match is None:
+        shard = cls(int(match[1]), int(match[2])) if match else None
+        # Another spelling of the same numbers would make one shard two.
+        if shard is None or str(shard) != text:
             raise FormatError(f"{text!r} is not a shard id such as 00007-0042")
-        return cls(int(match[1]), int(match[2]))
+        return shard
 
 
 def samples_name(file: int) -> str:
@@ -90,14 +100,19 @@ def commit_name(shard: ShardId) -> str:
 
 def shard_of_commit(name: str) -> ShardId | None:
     """The shard a commit record's object name stands for; None for any other name."""
-    match = _COMMIT.fullmatch(name)
-    return ShardId.parse(match[1]) if match else None
+    return _shard_in(_COMMIT.fullmatch(name))
 
 
 def shard_of_object(name: str) -> ShardId | None:
     """The shard whose attempt an object's name stands for; None for any other name."""
-    match = _OBJECT.fullmatch(name)
-    return ShardId.parse(match[1]) if match else None
+    return _shard_in(_OBJECT.fullmatch(name))
+
+
+def _shard_in(match: re.Match[str] | None) -> ShardId | None:
+    try:
+        return ShardId.parse(match[1]) if match else None
+    except FormatError:
+        return None
 
 
 def new_attempt() -> str:
@@ -109,35 +124,12 @@ def object_name(shard: ShardId, attempt: str, shard_format: ShardFormat) -> str:
     return f"shards/{shard}-{attempt}.{shard_format}"
 
 
-class Record(BaseModel):
-    """A JSON object of the dataset; unknown keys of later minor versions are ignored."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
-
-    def to_bytes(self) -> bytes:
-        return self.model_dump_json(exclude_none=True).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> Any:
-        """Parse and validate; ``name`` is the object's name, for the message.
-
-        Raises:
-            FormatError: not JSON, a missing key, a wrong type, or values that contradict.
-        """
-        try:
-            return cls.model_validate_json(data)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "document"
-            raise FormatError(f"{name}: {where}: {first['msg']}") from None
-
-
 class SamplesFile(Record):
     """One samples file: how many rows it has and how its row groups (shards) are filled."""
 
-    rows: int = Field(ge=0)
-    rejected: int = Field(ge=0)
-    shard_tokens: list[Annotated[int, Field(ge=0)]]
+    rows: Count
+    rejected: Count
+    shard_tokens: Annotated[list[Count], FailFast()]
 
 
 class Plan(Record):
@@ -149,7 +141,13 @@ class Plan(Record):
 
     fingerprint: str
     input: str
-    files: list[SamplesFile]
+    files: Annotated[list[SamplesFile], FailFast()]
+
+    @model_validator(mode="after")
+    def _check(self) -> Plan:
+        if self.samples > MAX_SAMPLES or self.tokens > MAX_TOKENS:
+            raise ValueError(f"{self.samples} samples of {self.tokens} tokens are more than a dataset can have")
+        return self
 
     @property
     def samples(self) -> int:
@@ -176,13 +174,13 @@ class DatasetRecord(Record):
     model_hash: str
     tokenizer_hash: str
     chat_template_hash: str | None = None
-    layers: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
-    num_layers: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
+    layers: list[Annotated[int, Field(ge=0, le=MAX_LAYERS)]] = Field(min_length=1, max_length=MAX_LAYERS + 1)
+    num_layers: int = Field(gt=0, le=MAX_LAYERS)
+    hidden_size: int = Field(gt=0, le=MAX_HIDDEN)
     dtype: str
     shard_format: ShardFormat
     final_norm: Literal[False] = False
-    include_generated: int = Field(default=0, ge=0)
+    include_generated: Count = 0
     engine_dtype: str
     plan: Plan
     versions: dict[str, str]
@@ -210,15 +208,15 @@ class CommitRecord(Record):
     shard: str
     attempt: str
     object: str | None = None
-    object_bytes: int = Field(default=0, ge=0)
+    object_bytes: Count = 0
     object_checksum: str | None = None
-    index: list[int]
-    token_start: list[int]
-    num_tokens: list[int]
-    status: list[SampleStatus]
-    reason: list[str | None]
-    checksum: list[str | None]
-    seconds: dict[str, float] = {}
+    index: Annotated[list[Count], FailFast()]
+    token_start: Annotated[list[Count], FailFast()]
+    num_tokens: Annotated[list[Count], FailFast()]
+    status: Annotated[list[SampleStatus], FailFast()]
+    reason: Annotated[list[str | None], FailFast()]
+    checksum: Annotated[list[str | None], FailFast()]
+    seconds: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> CommitRecord:
@@ -248,14 +246,14 @@ class CommitRecord(Record):
 class Summary(Record):
     """``summary.json``: totals of a finished run; its presence means complete."""
 
-    samples: int
-    ok: int
-    failed: int
-    rejected: int
-    tokens: int
-    shards: int
-    bytes: int
+    samples: Count
+    ok: Count
+    failed: Count
+    rejected: Count
+    tokens: Count
+    shards: Count
+    bytes: Count
     seconds: float
     tokens_per_second: float
-    reasons: dict[str, int]
+    reasons: dict[str, Count]
     finished: str

@@ -9,25 +9,21 @@ shape in the field's metadata.
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayhs.codec import STATE_DTYPES, Array, state_name
-from rayhs.errors import FormatError, SampleError
-from rayhs.parquet_footer import Group, parse_groups
+from rayhs.errors import FormatError, SampleError, one_line
+from rayhs.parquet_footer import Chunk, Group, parse_groups
+from rayhs.parquet_pages import ARROW_ERRORS, Buffer, check_pages, chunks_of, read_group
 
 # index, sample_id, token_ids int32 [tokens], loss_mask uint8 [tokens], {layer: [tokens, hidden]}
 ShardRow = tuple[int, str, Array, Array, Mapping[int, Array]]
-Buffer = bytes | memoryview
-
-# What pyarrow raises for bytes that are not what they should be.
-ARROW_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 
 _MAX_VALUE_BYTES = 2**31 - 2**16  # Parquet counts the bytes of a page in an int32
 _TOKENS = pa.list_(pa.field("element", pa.int32(), nullable=False))
@@ -95,7 +91,7 @@ def parse_footer(tail: Buffer, object_bytes: int) -> tuple[pq.FileMetaData, list
     try:
         footer = pq.read_metadata(pa.BufferReader(tail))
     except ARROW_ERRORS as error:
-        raise FormatError(f"not a Parquet file: {_line(error)}") from None
+        raise FormatError(f"not a Parquet file: {one_line(error, 200)}") from None
     if footer.num_row_groups != len(groups):
         raise FormatError("Parquet footer: ambiguous number of row groups")
     return footer, groups
@@ -106,7 +102,7 @@ def arrow_schema(footer: pq.FileMetaData) -> pa.Schema:
     try:
         return footer.schema.to_arrow_schema()
     except ARROW_ERRORS as error:
-        raise FormatError(f"not a Parquet shard: {_line(error)}") from None
+        raise FormatError(f"not a Parquet shard: {one_line(error, 200)}") from None
 
 
 def check_schema(schema: pa.Schema, layers: Sequence[int], hidden: int, dtype: str) -> None:
@@ -136,37 +132,31 @@ def sample_groups(groups: Sequence[Group]) -> dict[int, int]:
     return found
 
 
-def chunk_ranges(group: Group, columns: Sequence[str]) -> list[tuple[int, int]]:
-    """Start and length in bytes of the column chunks of ``columns`` in one row group.
+def shard_chunks(group: Group, columns: Sequence[str]) -> list[Chunk]:
+    """The column chunks of ``columns`` in one row group.
 
     Raises:
-        FormatError: a compressed chunk (a bomb can't be told from data before it is unpacked).
+        FormatError: a column is missing or twice, or compressed (no shard is written so).
     """
-    chunks = [c for c in group.chunks if c.column in columns]
+    chunks = chunks_of(group, columns)
     for chunk in chunks:
         if chunk.compressed:
             raise FormatError(f"column {chunk.column!r} is compressed; shards are written without compression")
-    return [(c.start, c.length) for c in chunks]
+    return chunks
 
 
 def read_row(
-    footer: pq.FileMetaData, group: int, columns: Sequence[str], parts: Mapping[int, Buffer], object_bytes: int
+    footer: pq.FileMetaData, group: int, chunks: Sequence[Chunk], parts: Sequence[Buffer], object_bytes: int
 ) -> dict[str, pa.Array]:
-    """Decode ``columns`` of one row group from fetched column chunks; ``parts`` maps start to bytes.
+    """Decode the columns of one row group, a sample, from its chunks' bytes ``parts``.
 
     Raises:
-        FormatError: pages that don't decode, or that reach outside what was fetched.
+        FormatError: pages that don't decode, or that claim more than they hold.
     """
-    source = _FetchedParts(parts, object_bytes)
-    try:
-        file = pq.ParquetFile(
-            pa.PythonFile(source, mode="r"), metadata=footer, pre_buffer=False, page_checksum_verification=True
-        )
-        table = file.read_row_group(group, columns=list(columns), use_threads=False)
-        table.validate(full=True)
-    except ARROW_ERRORS as error:
-        raise FormatError(f"row group {group}: {_line(error)}") from None
-    return {name: _only(table.column(name)) for name in columns}
+    for chunk, part in zip(chunks, parts, strict=True):
+        check_pages(part, chunk, most=len(part), plain=True)
+    table = read_group(footer, group, chunks, parts, object_bytes)
+    return {name: _only(table.column(name)) for name in table.column_names}
 
 
 def decode_states(column: pa.Array, hidden: int, dtype: str) -> Array:
@@ -241,38 +231,3 @@ def _only(column: pa.ChunkedArray) -> pa.Array:
     if len(column) != 1 or column.null_count:
         raise FormatError("a row group is not one sample without nulls")
     return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
-class _FetchedParts(io.RawIOBase):
-    """The parts of an object that were fetched, at their places; reading elsewhere is an OSError."""
-
-    def __init__(self, parts: Mapping[int, Buffer], object_bytes: int) -> None:
-        self._parts = {start: memoryview(data) for start, data in parts.items()}
-        self._size = object_bytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = base + offset
-        return self._position
-
-    def read(self, size: int = -1) -> Any:
-        for start, data in self._parts.items():
-            offset = self._position - start
-            if offset >= 0 and size >= 0 and offset + size <= len(data):
-                self._position += size
-                return data[offset : offset + size]
-        raise OSError(f"a page reaches outside its column chunk, at byte {self._position}")

@@ -15,6 +15,7 @@ from rayhs.errors import FormatError
 MAGIC = b"PAR1"
 MAX_FOOTER_BYTES = 100_000_000
 _MAX_DEPTH = 16
+_MAX_COLUMNS = 100_000
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
 _INTEGERS = (4, 5, 6)
 
@@ -58,23 +59,41 @@ def parse_groups(tail: bytes | memoryview, object_bytes: int) -> list[Group]:
         FormatError: not Thrift, a required field is missing, or a chunk lies outside the object.
     """
     length = footer_bytes(tail, object_bytes)
-    footer = _Compact(bytes(tail[len(tail) - length : -8])).struct(0)
-    return [_group(g, object_bytes) for g in _field(footer, 4, list)]
+    footer = Compact(bytes(tail[len(tail) - length : -8])).struct(0)
+    _check_schema(field_of(footer, 2, list))
+    return [_group(g, object_bytes) for g in field_of(footer, 4, list)]
+
+
+def _check_schema(elements: list[Any]) -> None:
+    """Refuses a schema that is nested deep: Arrow follows it by recursion, to the end of its stack."""
+    open_groups: list[int] = []  # children still to come, of each group around
+    for element in elements:
+        children = element.get(5, 0) if isinstance(element, dict) else -1
+        if not isinstance(children, int) or not 0 <= children <= _MAX_COLUMNS:
+            raise FormatError("Parquet footer: a malformed schema")
+        if open_groups:
+            open_groups[-1] -= 1
+        if children:
+            open_groups.append(children)
+        while open_groups and not open_groups[-1]:
+            open_groups.pop()
+        if len(open_groups) > _MAX_DEPTH:
+            raise FormatError("Parquet footer: a schema nested too deep")
 
 
 def _group(group: object, object_bytes: int) -> Group:
-    chunks = tuple(_chunk(c, object_bytes) for c in _field(group, 1, list))
-    rows: int = _field(group, 3, int)
+    chunks = tuple(_chunk(c, object_bytes) for c in field_of(group, 1, list))
+    rows: int = field_of(group, 3, int)
     if rows < 0:
         raise FormatError(f"Parquet footer: a row group of {rows} rows")
     return Group(rows, chunks)
 
 
 def _chunk(chunk: object, object_bytes: int) -> Chunk:
-    data = _field(chunk, 3, dict)
-    path = _field(data, 3, list)
-    start = data[11] if isinstance(data.get(11), int) and data[11] > 0 else _field(data, 9, int)
-    length: int = _field(data, 7, int)
+    data = field_of(chunk, 3, dict)
+    path = field_of(data, 3, list)
+    start = data[11] if isinstance(data.get(11), int) and data[11] > 0 else field_of(data, 9, int)
+    length: int = field_of(data, 7, int)
     if not path or not isinstance(path[0], bytes) or start < 4 or length < 0 or start + length > object_bytes:
         raise FormatError("Parquet footer: a column chunk outside the object")
     statistics = data.get(12)
@@ -83,25 +102,30 @@ def _chunk(chunk: object, object_bytes: int) -> Chunk:
         path[0].decode(errors="replace"),
         start,
         length,
-        _field(data, 5, int),
-        _field(data, 4, int) != 0,
+        field_of(data, 5, int),
+        field_of(data, 4, int) != 0,
         minimum if isinstance(minimum, bytes) else None,
     )
 
 
-def _field(container: object, number: int, kind: type) -> Any:
+def field_of(container: object, number: int, kind: type) -> Any:
     value = container.get(number) if isinstance(container, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool):
         raise FormatError("Parquet footer: a required field is missing or of another type")
     return value
 
 
-class _Compact:
+class Compact:
     """A reader of Thrift's compact protocol: structs become dicts by field number."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
+
+    @property
+    def position(self) -> int:
+        """How many bytes have been read."""
+        return self._at
 
     def struct(self, depth: int) -> dict[int, Any]:
         if depth > _MAX_DEPTH:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import xxhash
 
 from rayhs import codec, layout, parquet_codec
 from rayhs.layout import CommitRecord, DatasetRecord, Plan, SamplesFile, ShardId, Summary
+from rayhs.record import seal
 
 LAYERS = (0, 2, 4)
 HIDDEN = 8
@@ -202,6 +203,13 @@ class Builder:
                 )
                 start += len(row.token_ids) if good else 0
         return rows
+
+    def edit_record(self, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+        """Change a stored JSON record and seal it again, as someone who means it would."""
+        document = json.loads((self.folder / name).read_text())
+        del document["record_checksum"]
+        change(document)
+        self.put(name, seal(json.dumps(document).encode()))
 
     def write_index(self, file: int, rows: Iterable[dict[str, Any]]) -> None:
         sink = io.BytesIO()

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from rayhs import layout
 from rayhs.errors import FormatError
 from rayhs.layout import CommitRecord, Plan, ShardId
 from rayhs.reading.catalog import read_commits
-from rayhs.reading.plan_reader import PlanReader, check_schema, checked, parquet_errors
+from rayhs.reading.plan_reader import PlanReader
+from rayhs.reading.stored_table import open_table, parquet_errors
 from rayhs.store import Store
 
 _READERS = 8
@@ -55,11 +55,11 @@ def read_index_file(store: Store, file: int) -> pa.Table:
     """``index/<file>.parquet`` with INDEX_SCHEMA's columns; raises ObjectNotFound or FormatError."""
     name = layout.index_name(file)
     data = store.get(name)
+    stored = open_table(data, len(data), layout.INDEX_SCHEMA, name)
+    view = memoryview(data)
     with parquet_errors(name):
-        source = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-        check_schema(source.schema_arrow, layout.INDEX_SCHEMA, name)
-        table = source.read(columns=layout.INDEX_SCHEMA.names)
-        checked(table, len(table))
+        groups = range(len(stored.groups))
+        table = stored.read(groups, layout.INDEX_SCHEMA.names, lambda rs: [view[at : at + size] for at, size in rs])
     if any(table[f.name].null_count for f in layout.INDEX_SCHEMA if not f.nullable):
         raise FormatError(f"{name}: nulls where there must be none")
     return table.cast(layout.INDEX_SCHEMA)

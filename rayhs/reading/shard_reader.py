@@ -97,10 +97,9 @@ class ShardReader:
             raise FormatError(f"sample {index} is not in it")
         columns = ("index", "token_ids", "loss_mask", *map(state_name, self._layers))
         group = shard.places[index]
-        ranges = parquet_codec.chunk_ranges(shard.groups[group], columns)
-        data = self._store.get_ranges(name, ranges)
-        parts = {start: part for (start, _), part in zip(ranges, data, strict=True)}
-        row = parquet_codec.read_row(shard.footer, group, columns, parts, shard.object_bytes)
+        chunks = parquet_codec.shard_chunks(shard.groups[group], columns)
+        data = self._store.get_ranges(name, [(c.start, c.length) for c in chunks])
+        row = parquet_codec.read_row(shard.footer, group, chunks, data, shard.object_bytes)
         if row["index"][0].as_py() != index:
             raise FormatError(f"row group {group} is not sample {index}")
         hidden, dtype = self._record.hidden_size, self._record.dtype
@@ -154,11 +153,9 @@ def check_tensors(tensors: Mapping[str, StoredTensor], record: DatasetRecord) ->
     Raises:
         FormatError: a tensor is missing, unknown, or has another dtype or shape.
     """
-    first, samples = tensors.get(state_name(record.layers[0])), tensors.get("sample_index")
-    tokens = first.shape[0] if first is not None and first.shape else 0
-    rows = samples.shape[0] if samples is not None and samples.shape else 0
-    counts = [tokens] + [0] * (rows - 1) if rows else []
-    expected = {s.name: s for s in codec.shard_specs(record.layers, record.hidden_size, record.dtype, counts)}
+    tokens, samples = _rows(tensors.get(state_name(record.layers[0]))), _rows(tensors.get("sample_index"))
+    specs = codec.tensors_of_shard(record.layers, record.hidden_size, record.dtype, tokens, samples)
+    expected = {spec.name: spec for spec in specs}
     for name, want in expected.items():
         have = tensors.get(name)
         if have is None or have.dtype != want.dtype or have.shape != want.shape:
@@ -168,6 +165,10 @@ def check_tensors(tensors: Mapping[str, StoredTensor], record: DatasetRecord) ->
     if unknown:
         raise FormatError(f"unknown tensor {unknown[0]!r}")
     return tokens
+
+
+def _rows(tensor: StoredTensor | None) -> int:
+    return tensor.shape[0] if tensor is not None and tensor.shape else 0
 
 
 def sample_places(offsets: Array, index: Array, tokens: int) -> dict[int, tuple[int, int]]:

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -22,9 +21,11 @@ from rayhs.reading.index_table import read_index_file
 from rayhs.reading.plan_reader import PlanReader
 from rayhs.store import Store, open_store
 from rayhs.verify.findings import Finding, Findings
+from rayhs.verify.index import index_problems
 from rayhs.verify.reference import ReferenceReport, compare_with_reference
 from rayhs.verify.shard import ShardCheck, check_shard
 
+_WORKERS = min(4, os.cpu_count() or 1)
 OnProgress = Callable[[int, int, int], None]  # shards done, shards in all, bytes read
 
 
@@ -156,14 +157,29 @@ class _Verification:
     def _check_files(self, record: DatasetRecord, shards: Sequence[ShardId], finished: bool) -> None:
         """Shards of one samples file after the other, a few at once; then that file's index."""
         plan = PlanReader(self._store, record.plan)
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(_WORKERS) as pool:
             for file, first in _file_starts(record):
                 own = [s for s in shards if s.file == file]
-                checks = pool.map(lambda shard: check_shard(self._store, record, plan, shard), own)
-                expected = [check.index for check in self._counted(checks, len(shards)) if check.index is not None]
+                expected = []
+                # Checked ahead only as far as keeps the workers busy: each outcome has rows of the index.
+                for start in range(0, 0 if self._unreadable(plan, file, own) else len(own), 16 * _WORKERS):
+                    part = own[start : start + 16 * _WORKERS]
+                    checks = pool.map(lambda shard: check_shard(self._store, record, plan, shard), part)
+                    expected += [c.index for c in self._counted(checks, len(shards)) if c.index is not None]
                 if finished:
                     rows = record.plan.files[file].rows
                     self._check_index(file, range(first, first + rows), expected)
+
+    def _unreadable(self, plan: PlanReader, file: int, shards: Sequence[ShardId]) -> bool:
+        """Whether a samples file as a whole is damaged: one finding, not one for each of its shards."""
+        name = layout.samples_name(file)
+        try:
+            plan.check_file(file)
+        except (FormatError, ObjectNotFound) as error:
+            problem = str(error).removeprefix(f"{name}: ")
+            self._found.add(name, f"{problem}; its {len(shards)} shards can't be checked")
+            return True
+        return False
 
     def _counted(self, checks: Iterator[ShardCheck], total: int) -> Iterator[ShardCheck]:
         for check in checks:
@@ -253,39 +269,3 @@ def _file_starts(record: DatasetRecord) -> Iterator[tuple[int, int]]:
     for file, planned in enumerate(record.plan.files):
         yield file, first
         first += planned.rows
-
-
-def index_problems(table: pa.Table, expected: pa.Table, rows: range) -> Iterator[tuple[str, list[str]]]:
-    """What is wrong with one index file, which must have each of ``rows`` once, in order.
-
-    Args:
-        table: the file's rows.
-        expected: what plan and commit records say, for the shards whose records are sound.
-    """
-    index = table["index"].to_numpy()
-    inside = (index >= rows.start) & (index < rows.stop)
-    counts = np.bincount(index[inside] - rows.start, minlength=len(rows))
-    names = dict(zip(expected["index"].to_pylist(), expected["sample_id"].to_pylist(), strict=True))
-
-    def named(positions: Sequence[int]) -> list[str]:
-        return [str(names.get(i, f"#{i}")) for i in positions]
-
-    if not inside.all():
-        yield f"rows that belong elsewhere, such as index {index[~inside][0]}", []
-    missing = (np.flatnonzero(counts == 0) + rows.start).tolist()
-    if missing:
-        yield "samples missing from the index", named(missing)
-    doubled = (np.flatnonzero(counts > 1) + rows.start).tolist()
-    if doubled:
-        yield "samples more than once in the index", named(doubled)
-    elif (np.diff(index) < 0).any():
-        yield "rows are out of order", []
-    place = np.full(len(rows), -1)
-    place[index[inside] - rows.start] = np.flatnonzero(inside)
-    wanted = place[expected["index"].to_numpy() - rows.start]
-    have, want = table.take(wanted[wanted >= 0]), expected.filter(pa.array(wanted >= 0))
-    for column in layout.INDEX_SCHEMA.names:
-        pairs = zip(want["index"].to_pylist(), have[column].to_pylist(), want[column].to_pylist(), strict=True)
-        wrong = [i for i, a, b in pairs if a != b]
-        if wrong:
-            yield f"{column} differs from plan and commit record", named(wrong)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rayhs.errors import printable
+
 NAMED_SAMPLES = 20
 
 
@@ -19,10 +21,9 @@ class Finding:
     count: int = 0
 
     def __str__(self) -> str:
-        if not self.count:
-            return f"{self.object}: {self.problem}"
         more = f" and {self.count - len(self.samples)} more" if self.count > len(self.samples) else ""
-        return f"{self.object}: {self.problem} (samples {', '.join(self.samples)}{more})"
+        samples = f" (samples {', '.join(self.samples)}{more})" if self.count else ""
+        return printable(f"{self.object}: {self.problem}{samples}")
 
     def to_dict(self) -> dict[str, Any]:
         return {

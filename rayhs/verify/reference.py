@@ -102,14 +102,18 @@ def final_norm(network: torch.nn.Module) -> torch.nn.Module:
 
 def _load(record: DatasetRecord, model: str) -> tuple[Any, torch.nn.Module]:
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     revision = record.revision if model == record.model else None
     try:
-        network = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+        # Left out, trust_remote_code makes transformers ask on the terminal.
+        network = AutoModelForCausalLM.from_pretrained(
+            model, revision=revision, dtype=torch.float32, trust_remote_code=False
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"--reference {model}: {' '.join(str(error).split())[:200]}") from None
     config = network.config.get_text_config()
     size = (config.num_hidden_layers, config.hidden_size)
