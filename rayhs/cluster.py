@@ -64,6 +64,9 @@ def graceful_stop() -> Iterator[Any]:
             if not ray.get(signals.stop.remote(), timeout=STOP_WITHIN_S + 5):
                 logger.warning("not all replicas stopped within %.0f s; their shards are redone", STOP_WITHIN_S)
         raise
+    finally:
+        with contextlib.suppress(RayError):
+            ray.kill(signals)  # references to it may live on in Ray Data
 
 
 @contextlib.contextmanager

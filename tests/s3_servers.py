@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,14 +90,9 @@ def moto_server() -> Iterator[S3Server]:
     server.stop()
 
 
-@pytest.fixture(scope="session")
-def ceph_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """One Ceph RADOS Gateway for the session; about 7 s to start."""
-    if shutil.which("radosgw") is None or shutil.which("ceph-osd") is None:
-        pytest.skip("Ceph is not installed (apt-get install ceph-mon ceph-osd radosgw ceph-common)")
-    if os.geteuid() != 0:
-        pytest.skip("Ceph's start script needs root")
-    folder = tmp_path_factory.mktemp("ceph")
+@contextmanager
+def running_ceph(folder: Path) -> Iterator[S3Server]:
+    """A Ceph RADOS Gateway on loopback, its data in ``folder``; about 7 s to start."""
     command = [str(CEPH_SCRIPT), "start", str(folder), str(free_port())]
     try:
         started = subprocess.run(command, capture_output=True, text=True, timeout=180)
@@ -106,6 +102,22 @@ def ceph_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield S3Server("ceph", *(values[key] for key in keys))
     finally:
         subprocess.run([str(CEPH_SCRIPT), "stop", str(folder)], stderr=subprocess.DEVNULL, timeout=120, check=True)
+
+
+def why_no_ceph() -> str:
+    """Why Ceph can't be started here; empty where it can."""
+    if shutil.which("radosgw") is None or shutil.which("ceph-osd") is None:
+        return "Ceph is not installed (apt-get install ceph-mon ceph-osd radosgw ceph-common)"
+    return "Ceph's start script needs root" if os.geteuid() != 0 else ""
+
+
+@pytest.fixture(scope="session")
+def ceph_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One Ceph RADOS Gateway for the session."""
+    if reason := why_no_ceph():
+        pytest.skip(reason)
+    with running_ceph(tmp_path_factory.mktemp("ceph")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
