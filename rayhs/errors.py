@@ -51,7 +51,14 @@ class TooManyRejected(RayhsError):
 
 
 class StoreError(RayhsError):
-    """The object store refused or failed for good, after the retries that made sense."""
+    """The object store refused, or failed for good after the retries that made sense.
+
+    Bare, it is permanent: the same request would be refused again (rights, names, quota, a full disk).
+    """
+
+
+class StoreUnavailable(StoreError):
+    """What usually passes did not pass in time: no answer, throttling, a server's own error. Trying later helps."""
 
 
 class ObjectNotFound(StoreError):

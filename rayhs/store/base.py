@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rayhs.errors import StoreError
@@ -17,13 +18,38 @@ Ranges = Sequence[tuple[int, int]]
 PARTIAL = ".partial-"  # a local object that is still being written
 
 
+@dataclass(frozen=True)
+class Entry:
+    """An object in a listing: ``size`` in bytes, ``modified`` in Unix seconds by the store's clock.
+
+    Amazon dates an object of a multipart upload by the upload's beginning.
+    """
+
+    name: str
+    size: int
+    modified: float
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """The remains of a write that never ended: no object, but room taken.
+
+    ``size`` in bytes where the store tells it, else 0; ``begun`` in Unix seconds; ``handle`` is the store's own.
+    """
+
+    name: str
+    size: int
+    begun: float
+    handle: str
+
+
 class Store(ABC):
     """A flat set of named objects under one root.
 
     Names are relative to the root, segments separated by ``/``. Any number of threads may use one
     store at once. A store can be pickled: it opens again where it is unpickled, with the credentials
-    found there. Every method raises StoreError, in one line without secrets, when the store refuses
-    or keeps failing after the retries that make sense.
+    found there. Every method raises, in one line without secrets, StoreError when the store refuses
+    and StoreUnavailable when it keeps failing after the retries that make sense.
     """
 
     uri: str
@@ -50,6 +76,15 @@ class Store(ABC):
         """Write the whole object or nothing; an object of that name is replaced."""
 
     @abstractmethod
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Write the whole object unless there is one of that name; whether it was written.
+
+        False also where this very call wrote it and the reply was lost: who must know reads it back.
+        Two callers at the same moment may both be told True, the last one staying, by a server that
+        ignores the condition (``If-None-Match``), as some do.
+        """
+
+    @abstractmethod
     def put_stream(self, name: str, chunks: Iterable[Chunk], size: int) -> None:
         """Write an object of ``size`` bytes from consecutive buffers: the whole object or nothing.
 
@@ -67,11 +102,23 @@ class Store(ABC):
         """Bytes of the object; None when there is none."""
 
     @abstractmethod
-    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Stream ``(name, bytes)`` of all objects below the folder ``prefix`` ("" is the root).
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        """Stream all objects below the folder ``prefix`` ("" is the root).
 
         ``commits`` and ``commits/`` are the same and do not match ``commits-old/x``. In no order.
         """
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """``(name, bytes)`` of `entries`."""
+        return ((entry.name, entry.size) for entry in self.entries(prefix))
+
+    @abstractmethod
+    def unfinished(self) -> Iterator[Unfinished]:
+        """What killed writers left below the root, and what is being written right now: only age tells which."""
+
+    @abstractmethod
+    def discard(self, remains: Iterable[Unfinished]) -> None:
+        """Free what `unfinished` named; a writer that was still at it fails. Gone already is fine."""
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from rayhs.errors import ObjectNotFound, StoreError
+from rayhs.errors import ObjectNotFound, StoreError, StoreUnavailable
 from rayhs.store.settings import S3Settings
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -49,15 +49,14 @@ def explain(where: str, settings: S3Settings | None, error: Exception) -> StoreE
     """The error to raise for what obstore raised at ``where`` (``s3://bucket/name``)."""
     text = str(error)
     if kind := _first(_PROVIDER, text):
-        return StoreError(f"{where}: the credentials could not be renewed ({kind}); log in again or check the profile")
+        return StoreUnavailable(
+            f"{where}: the credentials could not be renewed ({kind}); log in again or check the profile"
+        )
     status, code = _first(_STATUS, text), _first(_CODE, text)
-    if code in _ADVICE:
-        cause, advice = _ADVICE[code]
-        return StoreError(f"{where}: {cause} ({code}){_at(settings)}; {advice}")
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) and code not in _ADVICE:
         return ObjectNotFound(f"{where}: no such object{_at(settings)}; check the name and the endpoint")
-    if status is not None:
-        return _from_status(where, settings, int(status), code, _first(_MESSAGE, text))
+    if status is not None or code in _ADVICE:
+        return explain_answer(where, settings, int(status or 0), code, _first(_MESSAGE, text))
     if "non-partial response" in text:
         return RangesIgnoredError(
             f"{where}: the server ignores range requests{_at(settings)}; use another server or proxy"
@@ -68,9 +67,13 @@ def explain(where: str, settings: S3Settings | None, error: Exception) -> StoreE
     return _from_network(where, settings, text)
 
 
-def _from_status(
+def explain_answer(
     where: str, settings: S3Settings | None, status: int, code: str | None, message: str | None
 ) -> StoreError:
+    """The error to raise for an S3 server's error answer."""
+    if code in _ADVICE:
+        cause, advice = _ADVICE[code]
+        return StoreError(f"{where}: {cause} ({code}){_at(settings)}; {advice}")
     said = ", ".join(part for part in (code, message) if part)
     answer = f"the server answered {status}" + (f" ({' '.join(said.split())})" if said else "")
     if status in (401, 403):
@@ -78,8 +81,10 @@ def _from_status(
     elif status == 416:
         advice = "the object is shorter than it should be: run rayhs verify"
     elif status == 429 or status >= 500:
-        answer += " again and again"
-        advice = "wait until the store is well and run the same command again"
+        return StoreUnavailable(
+            f"{where}: {answer} again and again{_at(settings)}; "
+            "wait until the store is well and run the same command again"
+        )
     else:
         advice = "check the URI and the endpoint"
     return StoreError(f"{where}: {answer}{_at(settings)}; {advice}")
@@ -96,7 +101,7 @@ def _from_network(where: str, settings: S3Settings | None, text: str) -> StoreEr
     else:
         found = _NETWORK.findall(text)
         cause = " ".join(found[-1].split()) if found else "the connection failed"
-    return StoreError(f"{where}: {cause}{_at(settings)}; check the endpoint (AWS_ENDPOINT_URL) and the network")
+    return StoreUnavailable(f"{where}: {cause}{_at(settings)}; check the endpoint (AWS_ENDPOINT_URL) and the network")
 
 
 def _at(settings: S3Settings | None) -> str:

@@ -3,7 +3,8 @@
 Own system calls instead of obstore's local store: they are as fast as a plain write of the same
 bytes (``tests/benchmarks/store.py``; so is obstore, which keeps the caller's buffers while it asks for more
 and can't be used in forked processes). Atomic against a killed process. A power cut may lose files of
-the last seconds, as nothing is fsynced; ``rayhs verify`` finds such.
+the last seconds, as nothing is fsynced; ``rayhs verify`` finds such. Files of killed writers stay
+under hidden names until `rayhs gc`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from rayhs.errors import ConfigError, ObjectNotFound, StoreError
+from rayhs.errors import ConfigError, ObjectNotFound, StoreError, StoreUnavailable
 from rayhs.store.base import (
     PARTIAL,
     Chunk,
+    Entry,
     Ranges,
     Store,
+    Unfinished,
     as_bytes,
     check_name,
     check_prefix,
@@ -35,6 +38,7 @@ from rayhs.store.base import (
 )
 
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENFILE, errno.EMFILE}
 _ADVICE = {
     errno.ENOSPC: "free some space or choose another output",
     errno.EDQUOT: "free some space or choose another output",
@@ -70,8 +74,18 @@ class LocalFolderStore(Store):
     def put(self, name: str, data: bytes) -> None:
         self.put_stream(name, [data], len(data))
 
-    def put_stream(self, name: str, chunks: Iterable[Chunk], size: int) -> None:
+    def put_new(self, name: str, data: bytes) -> bool:
         path = self._path(name)
+        try:
+            self._write(path, [data], len(data), _link)
+        except FileExistsError:
+            return False
+        return True
+
+    def put_stream(self, name: str, chunks: Iterable[Chunk], size: int) -> None:
+        self._write(self._path(name), chunks, size, os.replace)
+
+    def _write(self, path: str, chunks: Iterable[Chunk], size: int, publish: Callable[[str, str], None]) -> None:
         folder = os.path.dirname(path)
         partial = os.path.join(folder, PARTIAL + secrets.token_hex(8))
         with self._writing(path):
@@ -83,12 +97,11 @@ class LocalFolderStore(Store):
                     _write_all(file, view, path)
             finally:
                 os.close(file)
-            with self._writing(path):
-                os.replace(partial, path)
-        except BaseException:
+            with self._writing(path, keep=(FileExistsError,)):
+                publish(partial, path)
+        finally:
             with suppress(FileNotFoundError):
                 os.unlink(partial)
-            raise
 
     def size(self, name: str) -> int | None:
         try:
@@ -98,11 +111,23 @@ class LocalFolderStore(Store):
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
-    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+    def entries(self, prefix: str) -> Iterator[Entry]:
         bare = check_prefix(prefix)
-        return self._walk(os.path.join(self._root, bare) if bare else self._root)
+        files = self._walk(os.path.join(self._root, bare) if bare else self._root)
+        return (entry for entry in files if not os.path.basename(entry.name).startswith(PARTIAL))
 
-    def _walk(self, top: str) -> Iterator[tuple[str, int]]:
+    def unfinished(self) -> Iterator[Unfinished]:
+        for entry in self._walk(self._root):
+            if os.path.basename(entry.name).startswith(PARTIAL):
+                yield Unfinished(entry.name, entry.size, entry.modified, entry.name)
+
+    def discard(self, remains: Iterable[Unfinished]) -> None:
+        for one in remains:
+            path = os.path.join(self._root, one.handle)
+            with suppress(*_ABSENT), self._writing(path, keep=_ABSENT):
+                os.unlink(path)
+
+    def _walk(self, top: str) -> Iterator[Entry]:
         folders = [top]
         while folders:
             folder = folders.pop()
@@ -111,17 +136,17 @@ class LocalFolderStore(Store):
                     for entry in entries:
                         if entry.is_dir():
                             folders.append(entry.path)
-                        elif not entry.name.startswith(PARTIAL):
+                        else:
                             yield from self._entry(entry)
             except ObjectNotFound:
                 continue
 
-    def _entry(self, entry: os.DirEntry[str]) -> Iterator[tuple[str, int]]:
+    def _entry(self, entry: os.DirEntry[str]) -> Iterator[Entry]:
         try:
-            size = entry.stat().st_size
+            status = entry.stat()
         except FileNotFoundError:
             return  # deleted since the folder was read
-        yield os.path.relpath(entry.path, self._root), size
+        yield Entry(os.path.relpath(entry.path, self._root), status.st_size, status.st_mtime)
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -177,6 +202,19 @@ def _root_of(uri: str) -> str:
     return os.path.abspath(Path(path).expanduser())
 
 
+def _link(partial: str, path: str) -> None:
+    """Give the file its name; FileExistsError where there is one (a rename would replace it)."""
+    try:
+        os.link(partial, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        # No hard links here: as good as it gets.
+        if os.path.lexists(path):
+            raise FileExistsError(path) from None
+        os.replace(partial, path)
+
+
 def _read_range(file: int, path: str, start: int, length: int) -> memoryview:
     held = os.fstat(file).st_size
     if length and start + length > held:  # before memory is taken for what isn't there
@@ -203,4 +241,5 @@ def _write_all(file: int, view: memoryview, path: str) -> None:
 
 def _explain(path: str, error: OSError) -> StoreError:
     advice = _ADVICE.get(error.errno or 0, "check the file system")
-    return StoreError(f"{path}: {error.strerror or error}; {advice}")
+    kind = StoreUnavailable if error.errno in _PASSING else StoreError
+    return kind(f"{path}: {error.strerror or error}; {advice}")

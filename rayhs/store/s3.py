@@ -16,11 +16,23 @@ from typing import TYPE_CHECKING, Any
 from rayhs.config import StorageConfig
 from rayhs.errors import ConfigError, ObjectNotFound
 from rayhs.log import logger
-from rayhs.store.base import Chunk, Ranges, Store, as_bytes, check_name, check_prefix, check_ranges, sized
+from rayhs.store.base import (
+    Chunk,
+    Entry,
+    Ranges,
+    Store,
+    Unfinished,
+    as_bytes,
+    check_name,
+    check_prefix,
+    check_ranges,
+    sized,
+)
 from rayhs.store.client import ClientCache
 from rayhs.store.explain import RangesIgnoredError, explain, was_answered
 from rayhs.store.pieces import Watched, cut_out, part_size, parts_of, spans_of
 from rayhs.store.range_file import RangeFile
+from rayhs.store.uploads import abort_uploads, unfinished_uploads
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -37,12 +49,13 @@ class S3ObjectStore(Store):
 
     A streamed put takes about 64 MiB of memory (``PARTS_IN_FLIGHT + 2`` parts), more only for objects
     over 78 GiB. A process killed in the middle of one leaves an unfinished multipart upload
-    that no listing shows; a lifecycle rule of the bucket (AbortIncompleteMultipartUpload) ends it.
+    that no listing shows; `rayhs gc` or a lifecycle rule of the bucket (AbortIncompleteMultipartUpload) ends it.
     """
 
     def __init__(self, uri: str, storage: StorageConfig) -> None:
         bucket, prefix = _split(uri)
         self.uri = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._bucket, self._prefix = bucket, prefix
         self._storage = storage
         self._cache = ClientCache(bucket, prefix, storage)
         self._ranges_ignored = False
@@ -95,6 +108,22 @@ class S3ObjectStore(Store):
         with self._asking(check_name(name)) as client:
             obstore.put(client, name, data, use_multipart=False)
 
+    def put_new(self, name: str, data: bytes) -> bool:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, NotSupportedError
+
+        # Asked first, for the servers that ignore the condition.
+        if self.size(name) is not None:
+            return False
+        with self._asking(name) as client:
+            try:
+                obstore.put(client, name, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
+            except NotSupportedError:
+                obstore.put(client, name, data, use_multipart=False)
+        return True
+
     def put_stream(self, name: str, chunks: Iterable[Chunk], size: int) -> None:
         import obstore
 
@@ -117,10 +146,10 @@ class S3ObjectStore(Store):
         except ObjectNotFound:
             return None
 
-    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+    def entries(self, prefix: str) -> Iterator[Entry]:
         return self._pages(check_prefix(prefix))
 
-    def _pages(self, prefix: str) -> Iterator[tuple[str, int]]:
+    def _pages(self, prefix: str) -> Iterator[Entry]:
         import obstore
 
         with self._asking(prefix) as client:
@@ -130,7 +159,14 @@ class S3ObjectStore(Store):
                 page = next(pages, None)
             if page is None:
                 return
-            yield from ((item["path"], item["size"]) for item in page)
+            for item in page:
+                yield Entry(item["path"], item["size"], item["last_modified"].timestamp())
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        yield from unfinished_uploads(self._bucket, self._prefix, self._storage)
+
+    def discard(self, remains: Iterable[Unfinished]) -> None:
+        abort_uploads(self._bucket, self._prefix, self._storage, remains)
 
     def delete(self, names: Iterable[str]) -> None:
         import obstore

@@ -64,6 +64,19 @@ def resolve_s3(storage: StorageConfig) -> S3Settings:
     )
 
 
+def control_client(storage: StorageConfig) -> Any:
+    """botocore's own client with the same settings, for the few requests that obstore can't make."""
+    from botocore.config import Config
+
+    settings = resolve_s3(storage)
+    style = "path" if settings.path_style else "virtual"
+    with _botocore_errors():
+        config = Config(s3={"addressing_style": style}, retries={"mode": "standard", "max_attempts": 6})
+        return _session(storage).create_client(
+            "s3", region_name=settings.region, endpoint_url=storage.endpoint, config=config
+        )
+
+
 @contextmanager
 def _botocore_errors() -> Iterator[None]:
     from botocore import exceptions
