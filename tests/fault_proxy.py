@@ -33,8 +33,10 @@ _ANSWERS = {
     "error-500": ("500 Internal Server Error", "InternalError", "We encountered an internal error."),
     "error-in-200": ("200 OK", "InternalError", "We encountered an internal error."),
     "skewed": ("403 Forbidden", "RequestTimeTooSkewed", "The difference between the clocks is too large."),
+    "mismatch": ("403 Forbidden", "SignatureDoesNotMatch", "The request signature does not match."),
     "denied": ("403 Forbidden", "AccessDenied", "Access Denied"),
     "no-bucket": ("404 Not Found", "NoSuchBucket", "The specified bucket does not exist"),
+    "no-upload": ("404 Not Found", "NoSuchUpload", "The specified upload does not exist."),
 }
 # Faults that pass: a client that retries gets through.
 PASSING = ("slow-down", "error-500", "reset", "cut-request", "cut-reply", "lost-reply", "delay")
@@ -236,7 +238,8 @@ class _Connection:
         if not head.waits_for_continue:
             for _ in self._pass_on(self._client.body(head.request_framing())):
                 pass
-        xml = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+        more = _signed(head) if code == "SignatureDoesNotMatch" else ""
+        xml = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message>{more}</Error>".encode()
         ending = "Connection: close\r\n" if head.waits_for_continue else ""
         fields = f"Content-Type: application/xml\r\nContent-Length: {len(xml)}\r\n{ending}\r\n"
         self._client.send(f"HTTP/1.1 {status}\r\n{fields}".encode() + (b"" if head.method == "HEAD" else xml))
@@ -334,6 +337,13 @@ class _Connection:
         # A reset throws away what has not been sent yet.
         time.sleep(0.05)
         raise _Reset
+
+
+def _signed(head: Head) -> str:
+    """What Amazon adds to a refused signature: all that was signed, and the signature."""
+    signature = head.fields.get("authorization", "").rpartition("Signature=")[2]
+    fields = "\n".join(f"{name}:{value}" for name, value in head.fields.items() if name.startswith("x-amz-"))
+    return f"<SignatureProvided>{signature}</SignatureProvided><CanonicalRequest>{fields}</CanonicalRequest>"
 
 
 def _write_report(path: Path | None, proxy: FaultProxy) -> None:
