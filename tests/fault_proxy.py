@@ -44,7 +44,9 @@ KINDS = frozenset({*PASSING, *_ANSWERS, "hang"})
 
 
 @dataclass
-class _Rule:
+class Rule:
+    """Faults for the next requests of a method, with ``path`` in path or query; the ones met with leave ``kinds``."""
+
     kinds: list[str]
     method: str
     path: str
@@ -59,14 +61,15 @@ class Faults:
     def __init__(self, rate: float, seed: int) -> None:
         self._rate, self._random = rate, random.Random(seed)
         self._lock = threading.Lock()
-        self._rules: list[_Rule] = []
+        self._rules: list[Rule] = []
         self._requests, self._counts = 0, Counter[str]()
 
-    def script(self, kinds: Iterable[str], method: str, path: str) -> None:
-        rule = _Rule(list(kinds), method, path)
+    def script(self, kinds: Iterable[str], method: str, path: str) -> Rule:
+        rule = Rule(list(kinds), method, path)
         assert KINDS.issuperset(rule.kinds), rule.kinds
         with self._lock:
             self._rules.append(rule)
+        return rule
 
     def draw(self, head: Head) -> str | None:
         with self._lock:
@@ -139,9 +142,9 @@ class FaultProxy:
         self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def script(self, kinds: Iterable[str], *, method: str = "", path: str = "") -> None:
+    def script(self, kinds: Iterable[str], *, method: str = "", path: str = "") -> Rule:
         """Let the next requests of this method, with ``path`` in path or query, meet with ``kinds``, one each."""
-        self.faults.script(kinds, method, path)
+        return self.faults.script(kinds, method, path)
 
     def unused(self) -> int:
         """Scripted faults that no request has met with yet."""

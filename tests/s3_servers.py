@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class S3Server:
             "AWS_DEFAULT_REGION": "us-east-1",
         }
 
+    @cache  # noqa: B019 - a few servers a session
     def client(self) -> Any:
         """A botocore client, to look at the server past rayhs."""
         import botocore.session

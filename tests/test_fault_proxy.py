@@ -50,8 +50,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         digest = sha256(self._content()).hexdigest().encode()
-        with self.server.lock:  # type: ignore[attr-defined]
-            self.server.applied += 1  # type: ignore[attr-defined]
+        assert isinstance(self.server, Server)
+        with self.server.lock:
+            self.server.applied += 1
         self.send_response(200)
         self.send_header("Content-Length", str(len(digest)))
         self.send_header("Host-Seen", self.headers["Host"])
@@ -72,17 +73,25 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.applied, self.lock = 0, threading.Lock()
+
+    def handle_error(self, *_: object) -> None:
+        """A connection cut by the proxy is what these tests are about."""
+
+
 @pytest.fixture
-def server() -> Iterator[ThreadingHTTPServer]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.applied, server.lock = 0, threading.Lock()  # type: ignore[attr-defined]
+def server() -> Iterator[Server]:
+    with Server() as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield server
         server.shutdown()
 
 
 @pytest.fixture
-def proxy(server: ThreadingHTTPServer) -> Iterator[FaultProxy]:
+def proxy(server: Server) -> Iterator[FaultProxy]:
     with FaultProxy(f"http://127.0.0.1:{server.server_port}") as proxy:
         yield proxy
 
@@ -126,7 +135,7 @@ def test_waits_for_continue(proxy: FaultProxy) -> None:
 @pytest.mark.parametrize(
     ("kind", "applied"), [("reset", 0), ("cut-request", 0), ("cut-reply", 1), ("lost-reply", 1), ("hang", 0)]
 )
-def test_what_the_server_gets_to_see(server: ThreadingHTTPServer, proxy: FaultProxy, kind: str, applied: int) -> None:
+def test_what_the_server_gets_to_see(server: Server, proxy: FaultProxy, kind: str, applied: int) -> None:
     proxy.script([kind], method="PUT", path="x=1")
     connection = connect(proxy)
     if kind == "hang":
@@ -134,7 +143,7 @@ def test_what_the_server_gets_to_see(server: ThreadingHTTPServer, proxy: FaultPr
     with pytest.raises((OSError, http.client.HTTPException)):
         connection.request("PUT", "/?x=1", BODY)
         connection.getresponse().read()
-    assert server.applied == applied  # type: ignore[attr-defined]
+    assert server.applied == applied
     assert proxy.report()["faults"] == {kind: 1}
 
 
@@ -149,7 +158,7 @@ def test_cut_reply_is_half(proxy: FaultProxy) -> None:
     assert got == BODY[: len(BODY) // 2]
 
 
-def test_random_faults_are_seeded(server: ThreadingHTTPServer) -> None:
+def test_random_faults_are_seeded(server: Server) -> None:
     def kinds(seed: int) -> dict[str, int]:
         with FaultProxy(f"http://127.0.0.1:{server.server_port}", rate=0.4, seed=seed) as proxy:
             proxy.faults.script(["denied"], "HEAD", "")
@@ -171,7 +180,7 @@ def test_random_faults_are_seeded(server: ThreadingHTTPServer) -> None:
     assert 3 <= sum(first.values()) <= 14
 
 
-def test_throughput_is_shared(server: ThreadingHTTPServer) -> None:
+def test_throughput_is_shared(server: Server) -> None:
     target = f"http://127.0.0.1:{server.server_port}"
     with FaultProxy(target, bytes_per_second=4 * len(BODY)) as proxy, ThreadPoolExecutor(4) as pool:
 
@@ -185,7 +194,7 @@ def test_throughput_is_shared(server: ThreadingHTTPServer) -> None:
         assert 0.7 < time.monotonic() - begin < 2
 
 
-def test_as_a_program(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+def test_as_a_program(server: Server, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "tests.fault_proxy", "--target", f"http://127.0.0.1:{server.server_port}"]
     command += ["--rate", "1", "--seed", "3", "--report", str(report)]
