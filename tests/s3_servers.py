@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class S3Server:
             "AWS_DEFAULT_REGION": "us-east-1",
         }
 
+    @cache  # noqa: B019 - a few servers a session
     def client(self) -> Any:
         """A botocore client, to look at the server past rayhs."""
         import botocore.session

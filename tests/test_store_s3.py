@@ -7,7 +7,6 @@ import os
 import pickle
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,65 +21,16 @@ from rayhs.store import input_filesystem, open_store
 from rayhs.store.client import client_config
 from rayhs.store.pieces import PART_BYTES
 from rayhs.store.settings import resolve_s3
+from tests.fault_proxy import FaultProxy
 from tests.s3_servers import S3Server, free_port, use
 
 pytestmark = pytest.mark.s3
 
-DENIAL = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-
-
-class FaultyProxy:
-    """Passes TCP connections on to a server, except that ``faults`` of them meet with one."""
-
-    def __init__(self, endpoint: str) -> None:
-        host, _, port = endpoint.removeprefix("http://").partition(":")
-        self._target = (host, int(port))
-        self.faults: list[str] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        fault = self.faults.pop() if self.faults else None
-        with connection, socket.create_connection(self._target) as server:
-            if fault == "503":
-                connection.recv(65536)
-                connection.sendall(DENIAL)
-            elif fault == "lost reply":
-                server.sendall(connection.recv(65536))
-                server.recv(65536)
-            elif fault is None:
-                back = threading.Thread(target=_pump, args=(server, connection), daemon=True)
-                back.start()
-                _pump(connection, server)
-                back.join()
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-def _pump(source: socket.socket, sink: socket.socket) -> None:
-    try:
-        while data := source.recv(1 << 16):
-            sink.sendall(data)
-        sink.shutdown(socket.SHUT_WR)
-    except OSError:
-        return
-
 
 @pytest.fixture
-def proxy(moto_server: S3Server) -> Iterator[FaultyProxy]:
-    proxy = FaultyProxy(moto_server.endpoint)
-    yield proxy
-    proxy.close()
+def proxy(moto_server: S3Server) -> Iterator[FaultProxy]:
+    with FaultProxy(moto_server.endpoint) as proxy:
+        yield proxy
 
 
 @contextmanager
@@ -137,21 +87,21 @@ def test_endpoint_that_never_answers(moto_uri: str) -> None:
             open_store(moto_uri, StorageConfig(endpoint=endpoint)).get("x")
 
 
-@pytest.mark.parametrize("fault", ["503", "cut", "lost reply"])
-def test_passing_faults_are_retried(moto_uri: str, proxy: FaultyProxy, fault: str) -> None:
+@pytest.mark.parametrize("fault", ["slow-down", "reset", "lost-reply"])
+def test_passing_faults_are_retried(moto_uri: str, proxy: FaultProxy, fault: str) -> None:
     store = open_store(moto_uri, StorageConfig(endpoint=proxy.endpoint))
     data = bytes(range(256)) * (10 * PART_BYTES // 1024)
-    proxy.faults = [fault] * 2
+    proxy.script([fault] * 2)
     store.put("small", b"1")
-    proxy.faults = [fault] * 3
+    proxy.script([fault] * 3)
     store.put_stream("large", [data], len(data))
-    proxy.faults = [fault] * 2
+    proxy.script([fault] * 2)
     assert (store.get("small"), bytes(store.get_ranges("large", [(5, 300)])[0])) == (b"1", data[5:305])
     assert store.get("large") == data
 
 
-def test_server_that_stays_ill(moto_uri: str, proxy: FaultyProxy) -> None:
-    proxy.faults = ["503"] * 1000
+def test_server_that_stays_ill(moto_uri: str, proxy: FaultProxy) -> None:
+    proxy.script(["slow-down"] * 1000)
     with refused("503", "run the same command again", within=20):
         open_store(moto_uri, StorageConfig(endpoint=proxy.endpoint)).put("x", b"1")
 

@@ -21,6 +21,7 @@ _SIGNING = "check AWS_SECRET_ACCESS_KEY (or the profile's keys) and the clock"
 _PROVIDER = re.compile(r"External AWS credential provider: (\w+)")
 _KEYS = "check AWS_ACCESS_KEY_ID (or the profile) and the endpoint"
 _RIGHTS = "check the keys, or have them allowed to read, write and list there"
+_UNSAID = "check the keys, their rights and this machine's clock"  # to a HEAD no server says which
 _ADVICE = {
     "SignatureDoesNotMatch": ("wrong secret key", _SIGNING),
     "InvalidAccessKeyId": ("unknown access key", _KEYS),
@@ -53,6 +54,11 @@ def explain(where: str, settings: S3Settings | None, error: Exception) -> StoreE
             f"{where}: the credentials could not be renewed ({kind}); log in again or check the profile"
         )
     status, code = _first(_STATUS, text), _first(_CODE, text)
+    if code == "NoSuchUpload":
+        # Not an absent object: a request whose reply was lost has completed the upload, or somebody ended it.
+        return StoreUnavailable(
+            f"{where}: the multipart upload is gone (NoSuchUpload){_at(settings)}; run the same command again"
+        )
     if isinstance(error, FileNotFoundError) and code not in _ADVICE:
         return ObjectNotFound(f"{where}: no such object{_at(settings)}; check the name and the endpoint")
     if status is not None or code in _ADVICE:
@@ -77,7 +83,7 @@ def explain_answer(
     said = ", ".join(part for part in (code, message) if part)
     answer = f"the server answered {status}" + (f" ({' '.join(said.split())})" if said else "")
     if status in (401, 403):
-        advice = _RIGHTS
+        advice = _RIGHTS if code else _UNSAID
     elif status == 416:
         advice = "the object is shorter than it should be: run rayhs verify"
     elif status == 429 or status >= 500:
