@@ -122,8 +122,6 @@ CASES += [
     for kind in ("cut-reply", "lost-reply")
     for name in ("put", "create", "part", "complete", "delete")
 ]
-BROKEN = {("delete", kind) for kind in ("reset", "cut-request", "cut-reply", "lost-reply")}
-BROKEN |= {("list", "cut-reply")}
 # The stream can't be asked for its bytes again: whoever made it is told to try once more.
 FOR_THE_CALLER = {("create", "cut-reply"), ("complete", "cut-reply")}
 
@@ -182,13 +180,7 @@ def attempt_all(server: S3Server, home: Path) -> dict[Case, Outcome]:
             return done | {case: attempt(proxy, store, past, *case[1:]) for case in cases if case[2] == "delete"}
 
 
-def marked(case: Case) -> object:
-    broken = (case[2], case[1]) in BROKEN
-    marks = [pytest.mark.xfail(strict=True, reason="this request is not tried again")] if broken else []
-    return pytest.param(case, id="-".join(case), marks=marks)
-
-
-@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_passing_fault(case: Case, outcomes: Callable[[Case], Outcome]) -> None:
     """The call succeeds, and past the proxy there are exactly the right bytes."""
     error = outcomes(case)

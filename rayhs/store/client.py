@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
@@ -31,16 +32,22 @@ class ClientCache:
         self.settings: S3Settings | None = None
         self.answered = False
         self._clients: dict[bool, S3Store] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def retry_seconds(self) -> float:
+        """How long obstore tries a request again."""
+        return (_LATER_RETRIES if self.answered else _FIRST_RETRIES).total_seconds()
 
     def get(self) -> S3Store:
         """Raises StoreError in a forked child of a process that used S3; ConfigError for bad settings."""
         _refuse_fork()
         patient = self.answered
-        # Two threads may both build one; either serves.
-        if patient not in self._clients:
-            self.settings = self.settings or resolve_s3(self._storage)
-            self._clients[patient] = _build(self._bucket, self._prefix, self.settings, patient)
-        return self._clients[patient]
+        with self._lock:
+            if patient not in self._clients:
+                self.settings = self.settings or resolve_s3(self._storage)
+                self._clients[patient] = _build(self._bucket, self._prefix, self.settings, patient)
+            return self._clients[patient]
 
 
 def _refuse_fork() -> None:

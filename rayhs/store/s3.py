@@ -8,13 +8,17 @@ nothing that older S3 servers refuse.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import stamina
 
 from rayhs.config import StorageConfig
-from rayhs.errors import ConfigError, ObjectNotFound
+from rayhs.errors import ConfigError, ObjectNotFound, StoreUnavailable
 from rayhs.log import logger
 from rayhs.store.base import (
     Chunk,
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 PARTS_IN_FLIGHT = 6
 _DELETE_BATCH = 1000
 _LIST_PAGE = 1000
+_TRIES = 6
+T = TypeVar("T")
 Spans = list[tuple[int, int]]
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
@@ -150,17 +156,19 @@ class S3ObjectStore(Store):
         return self._pages(check_prefix(prefix))
 
     def _pages(self, prefix: str) -> Iterator[Entry]:
-        import obstore
-
-        with self._asking(prefix) as client:
-            pages = obstore.list(client, prefix or None, chunk_size=_LIST_PAGE)
-        while True:
-            with self._asking(prefix):
-                page = next(pages, None)
-            if page is None:
-                return
+        listing = _Listing(prefix)
+        while page := self._again(lambda: self._page(prefix, listing)):
+            listing.last = page[-1]["path"]
             for item in page:
                 yield Entry(item["path"], item["size"], item["last_modified"].timestamp())
+
+    def _page(self, prefix: str, listing: _Listing) -> Any:
+        with self._asking(prefix) as client:
+            try:
+                return listing.page(client)
+            except Exception:
+                listing.pages = None  # the next try starts after the last name
+                raise
 
     def unfinished(self) -> Iterator[Unfinished]:
         yield from unfinished_uploads(self._bucket, self._prefix, self._storage)
@@ -169,12 +177,30 @@ class S3ObjectStore(Store):
         abort_uploads(self._bucket, self._prefix, self._storage, remains)
 
     def delete(self, names: Iterable[str]) -> None:
-        import obstore
-
         remaining = map(check_name, names)
         while batch := list(islice(remaining, _DELETE_BATCH)):
-            with self._asking(batch[0]) as client:
-                obstore.delete(client, batch)
+            self._again(partial(self._delete, batch))
+
+    def _delete(self, batch: Sequence[str]) -> None:
+        import obstore
+
+        with self._asking(batch[0]) as client:
+            obstore.delete(client, batch)
+
+    def _again(self, call: Callable[[], T]) -> T:
+        """Call it again where it fails in passing: of some requests obstore does not know that this is safe.
+
+        Not where it has used its budget up itself.
+        """
+
+        def passes(error: Exception) -> bool:
+            return isinstance(error, StoreUnavailable) and self._cache.answered
+
+        budget = self._cache.retry_seconds / 2
+        for attempt in stamina.retry_context(on=passes, attempts=_TRIES, timeout=budget, wait_initial=0.2, wait_max=10):
+            with attempt:
+                answer = call()
+        return answer
 
     def open_input(self, name: str) -> Any:
         import pyarrow as pa
@@ -198,10 +224,28 @@ class S3ObjectStore(Store):
         except (BaseError, OSError) as error:
             if source is not None and source.raised:
                 raise  # the caller's own
-            logger.debug("%s: %s", self._where(name), error)
+            # Its text is not logged: it can hold what the server repeats of the request, session tokens too.
+            logger.debug("%s: %s", self._where(name), type(error).__name__)
             self._cache.answered = self._cache.answered or was_answered(error)
             raise explain(self._where(name), self._cache.settings, error) from None
         self._cache.answered = True
+
+
+@dataclass
+class _Listing:
+    """A listing in progress, by pages; ``last`` is the last name handed out."""
+
+    prefix: str
+    last: str | None = None
+    pages: Any = None
+
+    def page(self, client: S3Store) -> Any:
+        """The next page; None at the end."""
+        import obstore
+
+        if self.pages is None:
+            self.pages = obstore.list(client, self.prefix or None, offset=self.last, chunk_size=_LIST_PAGE)
+        return next(self.pages, None)
 
 
 def _split(uri: str) -> tuple[str, str]:
