@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
 from rayhs.layout import Plan, ShardId, index_name
 from rayhs.reading.catalog import read_commits
@@ -20,7 +21,10 @@ _COLUMNS = ["index", "sample_id", "status", "reason"]
 
 @dataclass
 class Totals:
-    """What the index holds; ``reasons`` counts failed and rejected samples by category."""
+    """What the index holds; ``reasons`` counts failed and rejected samples by category.
+
+    ``index_checksums`` as in `rayhs.layout.Summary`.
+    """
 
     ok: int = 0
     failed: int = 0
@@ -28,6 +32,7 @@ class Totals:
     tokens: int = 0
     bytes: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    index_checksums: list[str] = field(default_factory=list)
 
 
 def write_index(store: Store, plan: Plan) -> Totals:
@@ -49,6 +54,7 @@ def write_index(store: Store, plan: Plan) -> Totals:
         sink = io.BytesIO()
         pq.write_table(table, sink, write_page_checksum=True)
         store.put(index_name(number), sink.getvalue())
+        totals.index_checksums.append(xxhash.xxh3_128(sink.getvalue()).hexdigest())
         _count(totals, table)
     return totals
 

@@ -125,11 +125,12 @@ def object_name(shard: ShardId, attempt: str, shard_format: ShardFormat) -> str:
 
 
 class SamplesFile(Record):
-    """One samples file: how many rows it has and how its row groups (shards) are filled."""
+    """One samples file: its rows, how its row groups (shards) are filled, and xxh3_128 of its bytes in hex."""
 
     rows: Count
     rejected: Count
     shard_tokens: Annotated[list[Count], FailFast()]
+    checksum: str
 
 
 class Plan(Record):
@@ -244,7 +245,10 @@ class CommitRecord(Record):
 
 
 class Summary(Record):
-    """``summary.json``: totals of a finished run; its presence means complete."""
+    """``summary.json``: totals of a finished run; its presence means complete.
+
+    ``index_checksums``: xxh3_128 in hex of the bytes of each index file, in order.
+    """
 
     samples: Count
     ok: Count
@@ -256,4 +260,5 @@ class Summary(Record):
     seconds: float
     tokens_per_second: float
     reasons: dict[str, Count]
+    index_checksums: Annotated[list[str], FailFast()]
     finished: str

@@ -210,12 +210,15 @@ class _Run:
     def _make_same_plan(self, dataset: DatasetRecord) -> None:
         """Write the samples files anew, once it is sure that they become what they were."""
         plan, _ = self._make_plan(None)
-        if plan != dataset.plan:
+        if plan.fingerprint != dataset.plan.fingerprint:
             raise FormatError(
                 f"{self.store.uri}: samples files are damaged, and the prompts no longer give the same plan; "
                 "restore the prompts and the versions in dataset.json, or start anew with --into URI"
             )
-        self._make_plan(self.store)
+        # The same rows; the bytes of the files, and their checksums, may be another pyarrow's.
+        plan, _ = self._make_plan(self.store)
+        self.existing = dataset.model_copy(update={"plan": plan})
+        self.store.put(DATASET, self.existing.to_bytes())
 
     def _make_plan(self, store: Store | None) -> tuple[Plan, Counter[str]]:
         self.on_progress(Progress("planning", 0, None))
@@ -305,6 +308,7 @@ class _Run:
             seconds=round(done.seconds, 3) or (before.seconds if before else 0.0),
             tokens_per_second=round(done.tokens_per_second, 1) or (before.tokens_per_second if before else 0.0),
             reasons=dict(totals.reasons),
+            index_checksums=totals.index_checksums,
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self.store.put(SUMMARY, summary.to_bytes())

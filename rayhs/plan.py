@@ -91,8 +91,14 @@ class SamplesWriter:
         """The file's bytes and its receipt."""
         self._flush()
         self._writer.close()
-        file = SamplesFile(rows=self._rows, rejected=self._reasons.total(), shard_tokens=self._shard_tokens)
-        return self._sink.getvalue(), Receipt(self._number, file, self._digest.hexdigest(), self._reasons)
+        data = self._sink.getvalue()
+        file = SamplesFile(
+            rows=self._rows,
+            rejected=self._reasons.total(),
+            shard_tokens=self._shard_tokens,
+            checksum=xxhash.xxh3_128(data).hexdigest(),
+        )
+        return data, Receipt(self._number, file, self._digest.hexdigest(), self._reasons)
 
     def _flush(self) -> None:
         if not self._shard:

@@ -19,6 +19,7 @@ from rayhs.reading.plan_reader import PlanReader
 from rayhs.reading.shard_reader import open_shard
 from rayhs.store import Store
 from rayhs.verify.shard import check_metadata, check_shard
+from rayhs.verify.states import differs_from_checksum
 
 OnChecked = Callable[[int, int], None]  # shards done, shards in all
 
@@ -35,6 +36,9 @@ def find_damage(store: Store, record: DatasetRecord, shards: Sequence[ShardId], 
     """Check ``shards`` as `rayhs verify` does, reading every byte; those without a commit record count as damaged."""
     damage = Damage()
     plan = PlanReader(store, record.plan)
+    unreadable = {file for file in {s.file for s in shards} if _is_damaged(store, record, plan, file)}
+    damage.unplanned.update(shard for shard in shards if shard.file in unreadable)
+    shards = [shard for shard in shards if shard.file not in unreadable]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         checks = pool.map(lambda shard: check_shard(store, record, plan, shard), shards)
         for done, (shard, check) in enumerate(zip(shards, checks, strict=True), 1):
@@ -44,6 +48,20 @@ def find_damage(store: Store, record: DatasetRecord, shards: Sequence[ShardId], 
                 kind.add(shard)
             on_checked(done, len(shards))
     return damage
+
+
+def _is_damaged(store: Store, record: DatasetRecord, plan: PlanReader, file: int) -> bool:
+    """Whether a samples file is, as a whole or in any byte."""
+    name = samples_name(file)
+    try:
+        plan.check_file(file)
+    except (FormatError, ObjectNotFound) as error:
+        logger.warning("%s", error)
+        return True
+    if differs_from_checksum(store, name, record.plan.files[file].checksum):
+        logger.warning("%s: its checksum differs from the one in dataset.json", name)
+        return True
+    return False
 
 
 def take_out(store: Store, damage: Damage) -> None:

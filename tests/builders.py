@@ -176,11 +176,13 @@ class Builder:
         with pq.ParquetWriter(sink, layout.SAMPLES_SCHEMA, write_page_checksum=True) as writer:
             for rows in groups:
                 writer.write_table(pa.Table.from_pylist([_samples_row(r) for r in rows], layout.SAMPLES_SCHEMA))
-        self.put(layout.samples_name(file), sink.getvalue())
+        data = sink.getvalue()
+        self.put(layout.samples_name(file), data)
         return SamplesFile(
             rows=sum(map(len, groups)),
             rejected=sum(r.status == "rejected" for rows in groups for r in rows),
             shard_tokens=[sum(len(r.token_ids) for r in rows) for rows in groups],
+            checksum=xxhash.xxh3_128(data).hexdigest(),
         )
 
     def index_rows(self, file: int) -> list[dict[str, Any]]:
@@ -230,6 +232,10 @@ class Builder:
             seconds=2.0,
             tokens_per_second=10.0,
             reasons={reason: reasons.count(reason) for reason in reasons},
+            index_checksums=[
+                xxhash.xxh3_128((self.folder / layout.index_name(f)).read_bytes()).hexdigest()
+                for f in range(len(self.rows))
+            ],
             finished="2026-01-01T00:01:00Z",
         )
         self.put(layout.SUMMARY, summary.to_bytes())

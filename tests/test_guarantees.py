@@ -180,6 +180,7 @@ class Guarantees(RuleBasedStateMachine):
             shards=len(self.shards),
             seconds=0.0,
             tokens_per_second=0.0,
+            index_checksums=totals.index_checksums,
             finished="",
             **{**numbers, "reasons": dict(totals.reasons)},
         )

@@ -246,15 +246,20 @@ def test_nothing_there(tmp_path: Path) -> None:
 def test_index_rows_missing_doubled_moved_and_changed(built: Builder) -> None:
     rows, name = built.index_rows(0), layout.index_name(0)
     built.write_index(0, rows[:2] + rows[3:])
+    built.write_summary()
     assert problems(check(built), name) == {"samples missing from the index": ("row-2",)}
     built.write_index(0, [*rows[:3], *rows[2:]])
+    built.write_summary()
     assert problems(check(built), name) == {"samples more than once in the index": ("row-2",)}
     built.write_index(0, rows[::-1])
+    built.write_summary()
     assert problems(check(built), name) == {"rows are out of order": ()}
     built.write_index(0, [*rows, *built.index_rows(1)[:1]])
+    built.write_summary()
     assert problems(check(built), name) == {"rows that belong elsewhere, such as index 7": ()}
     for key, value in (("token_start", 1), ("sample_id", "x"), ("shard", None), ("status", "failed"), ("reason", "x")):
         built.write_index(0, [{**rows[0], key: value}, *rows[1:]])
+    built.write_summary()
         assert problems(check(built), name) == {f"{key} differs from plan and commit record": ("row-0",)}
 
 

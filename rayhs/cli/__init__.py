@@ -100,7 +100,8 @@ def extract(
 
             result = run_extract(config, progress, repair)
         if json:
-            print_json({"uri": result.uri, "exit_code": result.exit_code, **result.summary.model_dump()}, out)
+            totals = result.summary.model_dump(exclude={"index_checksums"})
+            print_json({"uri": result.uri, "exit_code": result.exit_code, **totals}, out)
         else:
             print_run(result, out)
     raise typer.Exit(result.exit_code)

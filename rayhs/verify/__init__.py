@@ -24,6 +24,7 @@ from rayhs.verify.findings import Finding, Findings
 from rayhs.verify.index import index_problems
 from rayhs.verify.reference import ReferenceReport, compare_with_reference
 from rayhs.verify.shard import ShardCheck, check_shard
+from rayhs.verify.states import differs_from_checksum
 
 _WORKERS = min(4, os.cpu_count() or 1)
 OnProgress = Callable[[int, int, int], None]  # shards done, shards in all, bytes read
@@ -121,6 +122,8 @@ class _Verification:
                 "run rayhs extract again",
             )
         self._check_files(record, planned if finished else [s for s in planned if s in committed], finished)
+        if summary is not None:
+            self._check_index_bytes(summary, record)
         self._check_names(record)
         if summary is not None and not any(True for _ in self._found):
             self._check_summary(summary)
@@ -166,9 +169,22 @@ class _Verification:
                     part = own[start : start + 16 * _WORKERS]
                     checks = pool.map(lambda shard: check_shard(self._store, record, plan, shard), part)
                     expected += [c.index for c in self._counted(checks, len(shards)) if c.index is not None]
+                planned = record.plan.files[file]
+                self._check_bytes(layout.samples_name(file), planned.checksum, layout.DATASET)
                 if finished:
-                    rows = record.plan.files[file].rows
-                    self._check_index(file, range(first, first + rows), expected)
+                    self._check_index(file, range(first, first + planned.rows), expected)
+
+    def _check_bytes(self, name: str, checksum: str, where: str) -> None:
+        """What the content's own checks can't see, such as a flipped bit in a file's metadata."""
+        if differs_from_checksum(self._store, name, checksum):
+            self._found.add(name, f"its xxh3_128 checksum differs from the one in {where}, {checksum}")
+
+    def _check_index_bytes(self, summary: Summary, record: DatasetRecord) -> None:
+        if len(summary.index_checksums) != len(record.plan.files):
+            self._found.add(layout.SUMMARY, f"it knows {len(summary.index_checksums)} index files, the plan has others")
+            return
+        for file, checksum in enumerate(summary.index_checksums):
+            self._check_bytes(layout.index_name(file), checksum, layout.SUMMARY)
 
     def _unreadable(self, plan: PlanReader, file: int, shards: Sequence[ShardId]) -> bool:
         """Whether a samples file as a whole is damaged: one finding, not one for each of its shards."""

@@ -59,6 +59,12 @@ class ObjectStream:
         return memoryview(chunk)
 
 
+def differs_from_checksum(store: Store, name: str, checksum: str) -> bool:
+    """Whether the object's xxh3_128 is another (it is read whole); False where there is none."""
+    size = store.size(name)
+    return size is not None and ObjectStream(store, name, size).finish() != checksum
+
+
 class SampleState:
     """What is learnt of one sample's states as their bytes pass by, a whole number of rows at a time."""
 
