@@ -259,7 +259,7 @@ def test_index_rows_missing_doubled_moved_and_changed(built: Builder) -> None:
     assert problems(check(built), name) == {"rows that belong elsewhere, such as index 7": ()}
     for key, value in (("token_start", 1), ("sample_id", "x"), ("shard", None), ("status", "failed"), ("reason", "x")):
         built.write_index(0, [{**rows[0], key: value}, *rows[1:]])
-    built.write_summary()
+        built.write_summary()
         assert problems(check(built), name) == {f"{key} differs from plan and commit record": ("row-0",)}
 
 
