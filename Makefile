@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 ARGS ?=
 
-.PHONY: help install demo test lint format fuzz bench-cpu bench-packing bench-plan constraints clean
+.PHONY: help install demo test chaos fuzz lint format bench-cpu bench-packing bench-plan constraints clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
@@ -33,6 +33,12 @@ test: $(STAMP)
 fuzz: $(STAMP)
 	$(VENV)/tools/bin/uv pip install --quiet --python $(BIN)/python "$$(sed -n 's/^fuzz = \["\(.*\)"\].*/\1/p' pyproject.toml)"
 	PYTHONPATH=. $(BIN)/python tests/fuzz/header.py -dict=tests/fuzz/header.dict -max_len=4096 -max_total_time=180 $(ARGS)
+
+# Kills and faults until the dataset is done, 20 times; then every byte is checked. About half an hour.
+chaos: $(STAMP)
+	$(BIN)/python -m pytest --run-chaos tests/test_real_deaths.py
+	$(BIN)/python -m tests.chaos --vllm --seeds 1 --samples 60 --kills 5
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

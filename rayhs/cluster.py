@@ -56,7 +56,9 @@ def graceful_stop() -> Iterator[Any]:
     import ray
     from ray.exceptions import RayError
 
-    signals = ray.remote(num_cpus=0)(StopSignal).remote()
+    # Where its node is lost it starts again, and replicas join again: only the driver's end is an order to stop.
+    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(StopSignal)
+    signals = actor.remote()
     try:
         yield signals
     except (KeyboardInterrupt, RayhsError):

@@ -25,26 +25,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import psutil
 import yaml
 
 import rayhs
 from rayhs.config import StorageConfig
-from rayhs.errors import EXIT_OK
+from rayhs.dataset import Sample
+from rayhs.errors import EXIT_INTERRUPTED, EXIT_OK
 from rayhs.fake import fake_states
 from rayhs.gc import collect
+from rayhs.staging import sweep_dead
 from rayhs.store import open_store
 from rayhs.verify import verify
 from tests.fault_proxy import FaultProxy
+from tests.processes import engine_processes, extractor_actors
 from tests.s3_servers import S3Server, running_ceph
 
 HIDDEN = 128
 LAYERS = (2, 4, 8)
-KINDS = ("actor", "raylet", "driver", "term")
-SEED_TIMEOUT_S = 420.0
+SEED_TIMEOUT_S = 480.0
+BYTES_PER_SECOND = 4e6  # so that the run lasts long enough to be killed in its middle
 
 
 @dataclass
@@ -89,45 +91,80 @@ class TwoNodes:
     def add_second(self) -> None:
         self._second = self._cluster.add_node(num_cpus=2)
 
-    def actors(self) -> list[psutil.Process]:
-        """Processes of the replicas' actors on either node."""
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            title = " ".join(process.info["cmdline"] or [])
-            if title.startswith("ray::") and "Extractor" in title:
-                found.append(process)
-        return found
-
     def close(self) -> None:
         self._cluster.shutdown()
 
 
-def prompts_of(seed: int, samples: int) -> list[list[int]]:
+def prompts_of(seed: int, samples: int, vocabulary: int) -> list[list[int]]:
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, 600, rng.integers(1, 80)).tolist() for _ in range(samples)]
+    return [rng.integers(0, vocabulary, rng.integers(1, 80)).tolist() for _ in range(samples)]
+
+
+class FakeModel:
+    """The fake engine: the states must be its own, bit for bit."""
+
+    kinds = ("actor", "raylet", "driver", "term")
+    settings: ClassVar[dict[str, Any]] = {"model": f"fake/8x{HIDDEN}", "layers": list(LAYERS)}
+    replicas = 2
+
+    def agrees(self, sample: Sample) -> bool:
+        ids = sample.token_ids.tolist()
+        return all(np.array_equal(sample.hidden_states[k], fake_states(ids, k, HIDDEN)) for k in LAYERS)
+
+
+class RealModel:
+    """vLLM with a tiny seeded model: the states must be transformers', within 1e-5."""
+
+    kinds = ("engine", "actor", "raylet", "driver", "term")
+    replicas = 1
+
+    def __init__(self, folder: Path) -> None:
+        from tests.models import Oracle, save_tiny_model
+
+        path = save_tiny_model("qwen3", folder)
+        self._oracle = Oracle(path)
+        engine = {"max_model_len": 256, "vllm": {"enforce_eager": True, "max_num_seqs": 8}}
+        self.settings = {"model": str(path), "layers": [0, 3, 6], "engine": engine}
+
+    def agrees(self, sample: Sample) -> bool:
+        from tests.models import relative_error
+
+        want = self._oracle.states(sample.token_ids.tolist())
+        return all(relative_error(sample.hidden_states[k], want[k]) <= 1e-5 for k in (0, 3, 6))
 
 
 class Seed:
     """One dataset, from nothing to verified."""
 
-    def __init__(self, seed: int, samples: int, kills: int, cluster: TwoNodes, server: S3Server, folder: Path) -> None:
+    def __init__(
+        self,
+        seed: int,
+        samples: int,
+        kills: int,
+        model: FakeModel | RealModel,
+        cluster: TwoNodes,
+        server: S3Server,
+        folder: Path,
+    ) -> None:
         self._random = random.Random(seed)
+        self._model = model
         self._cluster, self._server, self._folder = cluster, server, folder
-        self._prompts = prompts_of(seed, samples)
+        self._prompts = prompts_of(seed, samples, 500)
         self.outcome = Outcome(seed, samples)
-        self._kills = [KINDS[i % len(KINDS)] for i in range(kills)]
+        self._kills = [model.kinds[i % len(model.kinds)] for i in range(kills)]
         self._random.shuffle(self._kills)
-        os.environ.update(server.environment())
+        self._most_runs = 2 * kills + 5
         self.uri = f"s3://{server.new_bucket()}/chaos"
         self._store = open_store(self.uri, StorageConfig(endpoint=server.endpoint))
         self._second_is_dead = False
 
     def run(self, rate: float) -> Outcome:
         started = time.monotonic()
-        with FaultProxy(self._server.endpoint, rate=rate, seed=self.outcome.seed) as proxy:
+        options = {"rate": rate, "seed": self.outcome.seed, "bytes_per_second": BYTES_PER_SECOND}
+        with FaultProxy(self._server.endpoint, **options) as proxy:
             run_file = self._write_run_file(proxy.endpoint)
             while not self._run_once(run_file):
-                if time.monotonic() - started > SEED_TIMEOUT_S:
+                if time.monotonic() - started > SEED_TIMEOUT_S or self.outcome.runs > self._most_runs:
                     self.outcome.findings.append("not finished in time")
                     break
             report = proxy.report()
@@ -141,19 +178,23 @@ class Seed:
         rows = "".join(json.dumps({"ids": ids, "id": f"row-{i}"}) + "\n" for i, ids in enumerate(self._prompts))
         (self._folder / "prompts.jsonl").write_text(rows)
         settings = {
-            "model": f"fake/8x{HIDDEN}",
+            **self._model.settings,
             "prompts": {"path": str(self._folder / "prompts.jsonl"), "token_ids": "ids", "id": "id"},
-            "layers": list(LAYERS),
             "output": self.uri,
-            # The larger ones are multipart uploads.
-            "shards": {"target_bytes": self._random.choice(["1MiB", "3MiB", "10MiB"]), "rows_per_file": 512},
-            "cluster": {"address": self._cluster.address, "replicas": 2},
+            "shards": self._shards(),
+            "cluster": {"address": self._cluster.address, "replicas": self._model.replicas},
             "staging": {"path": str(self._folder / "staging")},
             "storage": {"endpoint": endpoint},
         }
         path = self._folder / "run.yaml"
         path.write_text(yaml.safe_dump(settings))
         return path
+
+    def _shards(self) -> dict[str, Any]:
+        if isinstance(self._model, RealModel):
+            return {"target_bytes": 200_000}
+        # The larger ones are multipart uploads.
+        return {"target_bytes": self._random.choice(["1MiB", "3MiB", "9MiB"]), "rows_per_file": 512}
 
     def _run_once(self, run_file: Path) -> bool:
         if self._second_is_dead:
@@ -182,11 +223,11 @@ class Seed:
                 self._kill(self._kills[0], driver)
 
     def _kill(self, kind: str, driver: subprocess.Popen[bytes]) -> None:
-        if kind == "actor":
-            actors = self._cluster.actors()
-            if not actors:
+        if kind in ("actor", "engine"):
+            found = extractor_actors() if kind == "actor" else engine_processes()
+            if not found:
                 return
-            self._random.choice(actors).kill()
+            self._random.choice(found).kill()
         elif kind == "raylet":
             if self._second_is_dead:
                 return
@@ -194,7 +235,9 @@ class Seed:
             self._second_is_dead = True
         else:
             driver.send_signal(signal.SIGKILL if kind == "driver" else signal.SIGTERM)
-            driver.wait(60)
+            code = driver.wait(60)
+            if kind == "term" and code not in (EXIT_INTERRUPTED, EXIT_OK):
+                self.outcome.findings.append(f"exit code {code} after SIGTERM")
         self._kills.pop(0)
         self.outcome.kills[kind] = self.outcome.kills.get(kind, 0) + 1
 
@@ -212,7 +255,18 @@ class Seed:
         self.outcome.findings += map(str, again.findings)
         left = again.orphans + len(list(self._store.unfinished()))
         self.outcome.findings += [f"{left} left-overs after gc"] if left else []
-        self.outcome.staging_left = len(list((self._folder / "staging").iterdir()))
+        self.outcome.staging_left = self._staging_left()
+
+    def _staging_left(self) -> int:
+        """Staging folders that the next start of a replica would not free."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            sweep_dead(self._folder / "staging")
+            left = len(list((self._folder / "staging").iterdir()))
+            if not left:
+                break
+            time.sleep(0.5)  # the last actors are on their way out
+        return left
 
     def _check_samples(self) -> None:
         dataset = rayhs.open(self.uri, storage=StorageConfig(endpoint=self._server.endpoint))
@@ -222,8 +276,7 @@ class Seed:
         for sample in dataset.samples():
             ids = self._prompts[sample.index]
             same = sample.token_ids.tolist() == ids and sample.sample_id == f"row-{sample.index}"
-            same &= all(np.array_equal(sample.hidden_states[k], fake_states(ids, k, HIDDEN)) for k in LAYERS)
-            self.outcome.wrong += not same
+            self.outcome.wrong += not (same and self._model.agrees(sample))
             seen[sample.index] = 0
         self.outcome.lost += sum(1 for count in seen.values() if count)  # in the index, without states
 
@@ -237,14 +290,17 @@ def _two_nodes() -> Iterator[TwoNodes]:
         cluster.close()
 
 
-def chaos(seeds: range, samples: int, kills: int, rate: float, folder: Path) -> Iterator[Outcome]:
+def chaos(seeds: range, samples: int, kills: int, rate: float, real: bool, folder: Path) -> Iterator[Outcome]:
     """One outcome a seed, on a cluster and a server of their own."""
+    model = RealModel(folder / "model") if real else FakeModel()
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_SESSION_TOKEN"):
         os.environ.pop(name, None)
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    with running_ceph(folder / "ceph") as server, _two_nodes() as cluster:
-        for seed in seeds:
-            yield Seed(seed, samples, kills, cluster, server, folder / f"seed-{seed}").run(rate)
+    with running_ceph(folder / "ceph") as server:
+        os.environ.update(server.environment())  # of the nodes too, which run the replicas
+        with _two_nodes() as cluster:
+            for seed in seeds:
+                yield Seed(seed, samples, kills, model, cluster, server, folder / f"seed-{seed}").run(rate)
 
 
 def main() -> int:
@@ -254,13 +310,14 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=8, help="kills a seed")
     parser.add_argument("--rate", type=float, default=0.05, help="share of requests that get a fault")
+    parser.add_argument("--vllm", action="store_true", help="real vLLM on the CPU in place of the fake engine")
     parser.add_argument("--folder", type=Path, help="where logs stay; a temporary one by default")
     chosen = parser.parse_args()
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="rayhs-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     bad = 0
     seeds = range(chosen.first, chosen.first + chosen.seeds)
-    for outcome in chaos(seeds, chosen.samples, chosen.kills, chosen.rate, folder):
+    for outcome in chaos(seeds, chosen.samples, chosen.kills, chosen.rate, chosen.vllm, folder):
         shown: dict[str, Any] = {**asdict(outcome), "ok": outcome.ok}
         sys.stdout.write(json.dumps(shown) + "\n")
         sys.stdout.flush()

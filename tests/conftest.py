@@ -15,6 +15,17 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-chaos", action="store_true", help="run the tests marked chaos, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--run-chaos"):
+        for item in items:
+            if item.get_closest_marker("chaos"):
+                item.add_marker(pytest.mark.skip(reason="minutes of kills: make chaos"))
+
+
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     """One Ray for the tests of a session that need one."""

@@ -1,8 +1,13 @@
-"""The whole run with real vLLM on real Ray: two replicas, against transformers and against one replica."""
+"""The whole run with real vLLM on real Ray: two replicas, against transformers and one replica with a killed engine."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from rayhs.config import parse_config
 from rayhs.pipeline import RunResult, run_extract
 from rayhs.verify import verify
 from tests.models import Oracle, random_prompts, relative_error, save_tiny_model
+from tests.processes import engine_processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
@@ -49,6 +55,29 @@ def extract(model: Path, output: Path, prompts: Path, **cluster: Any) -> RunResu
     return run_extract(parse_config(settings))
 
 
+@contextmanager
+def killed_engine(commits: Path) -> Iterator[list[int]]:
+    """SIGKILL vLLM's engine process once the first shard is committed."""
+    killed: list[int] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.02):
+            if commits.exists() and any(commits.iterdir()):
+                killed.extend(process.pid for process in engine_processes())
+                for pid in killed:
+                    os.kill(pid, signal.SIGKILL)
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield killed
+    finally:
+        ended.set()
+        watcher.join()
+
+
 def test_two_replicas_of_real_vllm_give_what_one_gives_and_what_transformers_gives(model: Path, tmp_path: Path) -> None:
     ids = random_prompts(np.random.default_rng(1).integers(2, 200, 40).tolist(), seed=3)
     rows = [{"id": f"row-{i}", "text": " ".join(f"w{t}" for t in p)} for i, p in enumerate(ids)]
@@ -61,7 +90,9 @@ def test_two_replicas_of_real_vllm_give_what_one_gives_and_what_transformers_giv
     report = verify(str(tmp_path / "two"), reference=str(model), samples=4)
     assert not report.findings, report.findings
 
-    one = extract(model, tmp_path / "one", prompts)
+    with killed_engine(tmp_path / "one" / "commits") as killed:
+        one = extract(model, tmp_path / "one", prompts)
+    assert killed and one.summary.failed == 0
     first, second = rayhs.open(one.uri), rayhs.open(two.uri)
     columns = [name for name in first.index.column_names if name != "shard"]
     assert first.index.select(columns).equals(second.index.select(columns))

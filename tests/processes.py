@@ -1,0 +1,26 @@
+"""Finding the processes that tests kill."""
+
+from __future__ import annotations
+
+import psutil
+
+
+def engine_processes() -> list[psutil.Process]:
+    """vLLM's engine processes on this machine."""
+    return _titled("VLLM::EngineCore")
+
+
+def extractor_actors() -> list[psutil.Process]:
+    """Ray's actor processes that host a replica."""
+    return [process for process in _titled("ray::") if "Extractor" in _title(process)]
+
+
+def _titled(start: str) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if _title(process).startswith(start)]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""  # gone meanwhile
