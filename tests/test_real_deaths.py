@@ -1,4 +1,4 @@
-"""A prompt that kills a real vLLM engine is found and fails alone; six starts of the engine, so `make chaos` runs it."""
+"""A prompt that kills a real vLLM engine fails alone. Six starts of the engine: `make chaos` runs it."""
 
 from __future__ import annotations
 

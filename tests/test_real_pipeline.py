@@ -1,4 +1,4 @@
-"""The whole run with real vLLM on real Ray: two replicas, against transformers and one replica with a killed engine."""
+"""The whole run with real vLLM on real Ray: two replicas, transformers, and one replica whose engine is killed."""
 
 from __future__ import annotations
 
