@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Sequence
@@ -135,7 +136,8 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+            # In a thread: it takes a minute, in which the replica may be told to stop.
+            self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, AsyncEngineArgs(**self._arguments))
         except (RuntimeError, ValueError, TypeError, OSError, AssertionError, NotImplementedError) as error:
             raise EngineError(f"vLLM did not start: {one_line(error)}") from error
 

@@ -10,6 +10,11 @@ def engine_processes() -> list[psutil.Process]:
     return _titled("VLLM::EngineCore")
 
 
+def worker_processes() -> list[psutil.Process]:
+    """The processes of vLLM's tensor parallel ranks."""
+    return _titled("VLLM::Worker")
+
+
 def extractor_actors() -> list[psutil.Process]:
     """Ray's actor processes that host a replica."""
     return [process for process in _titled("ray::") if "Extractor" in _title(process)]

@@ -20,9 +20,10 @@ from rayhs.config import parse_config
 from rayhs.cores import CoreClaim
 from rayhs.demo import cache_folder, prepare_demo
 from rayhs.engine import VllmEngine
-from rayhs.errors import SampleError
+from rayhs.errors import EngineError, SampleError
 from rayhs.staging import OwnedDirectory, StagingArea
 from tests.models import FAMILIES, Oracle, random_prompts, relative_error, save_tiny_model
+from tests.processes import worker_processes
 
 pytestmark = pytest.mark.vllm
 
@@ -63,7 +64,9 @@ class RunningEngine:
             return _read(await arrivals.wait(key, timeout=60), self.layers)
 
         async def run() -> list[Got]:
-            return list(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(i, p)) for i, p in enumerate(prompts)]
+            return [task.result() for task in tasks]
 
         return self._loop.run_until_complete(run())
 
@@ -116,8 +119,18 @@ def test_tensor_parallel_preempted_and_generating(models: dict[str, Path]) -> No
         assert_parity(oracle, prompts, results)
         for prompt, got in zip(prompts, results, strict=True):
             assert got.token_ids == oracle.greedy(prompt, 6)
+        _a_killed_rank_is_a_dead_engine(engine)
     finally:
         engine.stop()
+
+
+def _a_killed_rank_is_a_dead_engine(engine: RunningEngine) -> None:
+    """Never one that hangs, and never a failure of the samples in it."""
+    worker_processes()[0].kill()
+    with pytest.raises(ExceptionGroup) as caught:
+        engine.extract(random_prompts([100] * 20), "killed")
+    assert caught.group_contains(EngineError) and not caught.group_contains(SampleError)
+    assert engine.engine.is_dead()
 
 
 @pytest.mark.slow
@@ -168,7 +181,8 @@ def test_prompts_that_hit_the_prefix_cache(family: tuple[RunningEngine, Oracle])
 
 def test_a_prompt_too_long_fails_alone(family: tuple[RunningEngine, Oracle]) -> None:
     engine, oracle = family
-    with pytest.raises(SampleError, match="refused by the engine"):
+    with pytest.raises(ExceptionGroup) as caught:
         engine.extract(random_prompts([MAX_MODEL_LEN]), "long")
+    assert caught.group_contains(SampleError, match="refused by the engine")
     prompts = random_prompts([20], seed=9)
     assert_parity(oracle, prompts, engine.extract(prompts, "after"))
