@@ -46,7 +46,7 @@ from tests.s3_servers import S3Server, running_ceph
 HIDDEN = 128
 LAYERS = (2, 4, 8)
 SEED_TIMEOUT_S = 480.0
-BYTES_PER_SECOND = 4e6  # so that the run lasts long enough to be killed in its middle
+BYTES_PER_SECOND = 6e6  # so that the run lasts long enough to be killed in its middle
 
 
 @dataclass

@@ -6,7 +6,7 @@ import psutil
 
 
 def engine_processes() -> list[psutil.Process]:
-    """vLLM's engine processes on this machine."""
+    """vLLM's engine processes."""
     return _titled("VLLM::EngineCore")
 
 
@@ -21,7 +21,8 @@ def extractor_actors() -> list[psutil.Process]:
 
 
 def _titled(start: str) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter() if _title(process).startswith(start)]
+    started_here = psutil.Process().children(recursive=True)  # others may test on this machine, too
+    return [process for process in started_here if _title(process).startswith(start)]
 
 
 def _title(process: psutil.Process) -> str:
