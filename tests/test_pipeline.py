@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -21,6 +20,8 @@ from rayhs.errors import ConfigError, IdentityMismatch, InputError, RayhsError, 
 from rayhs.extractor import ReplicaPlan
 from rayhs.fake import REFUSED_TOKEN, fake_states
 from rayhs.pipeline import RunResult, run_extract, run_plan
+from rayhs.reading.catalog import read_dataset_record
+from rayhs.store import open_store
 from rayhs.tally import Progress
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
@@ -231,19 +232,29 @@ def test_the_plan_tells_exact_numbers(tmp_path: Path) -> None:
     assert len(list((tmp_path / "commits").iterdir())) == plan.shards
 
 
-def test_a_run_killed_at_any_moment_is_finished_by_the_same_command(tmp_path: Path) -> None:
-    prompts = prompts_of(400)
+def test_sigterm_hands_shards_back_and_the_same_command_finishes(tmp_path: Path) -> None:
+    """SIGKILL of each kind of process is in test_chaos."""
+    prompts = prompts_of(3000)
+    (tmp_path / "staging").mkdir()
+    sections = {"cluster": {"address": "local"}, "staging": {"path": str(tmp_path / "staging")}}
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(settings(tmp_path / "out", prompts, cluster={"address": "local"})))
+    file.write_text(yaml.safe_dump(settings(tmp_path / "out", prompts, **sections)))
     command = [sys.executable, "-m", "rayhs", "extract", str(file)]
     commits = tmp_path / "out" / "commits"
-    victim = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 240
-    while not (commits.exists() and any(commits.iterdir())) and victim.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(victim.pid, signal.SIGKILL)
-    victim.wait()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
+        deadline = time.monotonic() + 240
+        while not (commits.exists() and any(commits.iterdir())) and running.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        running.send_signal(signal.SIGTERM)
+        _, told = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert told.strip().splitlines()[-1] == "rayhs: interrupted; run the same command again to go on"
+    assert "Traceback" not in told
+    assert list((tmp_path / "staging").iterdir()) == []
+    assert list((tmp_path / "out").rglob(".partial-*")) == []
+    done = len(list(commits.iterdir()))
+    assert 0 < done < len(read_dataset_record(open_store(str(tmp_path / "out"))).plan.shard_ids())
     assert run(tmp_path / "out", prompts).exit_code == 0
     assert_complete(tmp_path / "out", prompts)
 

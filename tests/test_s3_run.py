@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,16 @@ def rayhs_command(*arguments: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def test_from_a_bucket_into_a_bucket(ceph_uri: str, tmp_path: Path) -> None:
+def assert_no_secret(uri: str, output: str) -> None:
+    """The secret key is in no object of the dataset, in nothing printed or logged, and in none of Ray's own logs."""
+    secret, store = os.environ["AWS_SECRET_ACCESS_KEY"].encode(), open_store(uri)
+    assert secret.decode() not in output
+    assert [name for name, _ in store.list("") if secret in store.get(name)] == []
+    logs = [path for path in Path("/tmp/ray/session_latest/logs").rglob("*") if path.is_file()]
+    assert logs and [path for path in logs if secret in path.read_bytes()] == []
+
+
+def test_from_a_bucket_into_a_bucket(ceph_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"prompt number {i} " * (i % 40 + 1) for i in range(300)]
     rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     open_store(ceph_uri.rsplit("/", 1)[0]).put("prompts/a.jsonl", rows.encode())
@@ -39,10 +49,13 @@ def test_from_a_bucket_into_a_bucket(ceph_uri: str, tmp_path: Path) -> None:
         "cluster": {"address": "local"},
     }
     run_file.write_text(yaml.safe_dump(settings))
-    summary = json.loads(rayhs_command("extract", str(run_file), "--json").partition("\n}")[0] + "}")
+    monkeypatch.setenv("RAYHS_LOG", "DEBUG")
+    output = rayhs_command("extract", str(run_file), "--json")
+    summary = json.loads(output.partition("\n}")[0] + "}")
     assert summary["ok"] == 300 and summary["shards"] > 3
     assert "sound" in rayhs_command("verify", ceph_uri)
     dataset = rayhs.open(ceph_uri)
+    assert_no_secret(ceph_uri, output)
     for i in (0, 133, 299):
         assert bytes(dataset[i].token_ids.tolist()).decode() == texts[i]
         assert np.array_equal(dataset[i].hidden_states[5], fake_states(dataset[i].token_ids.tolist(), 5, 128))

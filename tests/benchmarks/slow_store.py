@@ -32,13 +32,18 @@ HIDDEN, LAYERS, TOKENS = 1024, (2, 4, 8), 128
 
 @dataclass
 class Measured:
-    """``rate_share`` is the bytes stored a second over the limit of the store."""
+    """``rate_share`` is the bytes stored a second over the limit of the store.
+
+    ``memory_growth_mib``: the peak over what the process had before; ``late_growth_mib``: the peak of the
+    second half over that of the first.
+    """
 
     mib: float
     staging_limit_mib: float
     staging_peak_mib: float
     reserved_peak_mib: float
     memory_growth_mib: float
+    late_growth_mib: float
     seconds: float
     rate_share: float
     failed: int
@@ -49,7 +54,8 @@ class Watch:
 
     def __init__(self, staging: Path) -> None:
         self._staging, self._end = staging, threading.Event()
-        self.staging = self.memory = 0
+        self.staging = 0
+        self._resident: list[int] = []
         self._thread = threading.Thread(target=self._look)
 
     def __enter__(self) -> Watch:
@@ -64,7 +70,16 @@ class Watch:
     def _look(self) -> None:
         while not self._end.wait(0.01):
             self.staging = max(self.staging, _bytes_below(self._staging))
-            self.memory = max(self.memory, _resident() - self._before)
+            self._resident.append(_resident())
+
+    @property
+    def growth(self) -> int:
+        return max(self._resident) - self._before
+
+    @property
+    def late_growth(self) -> int:
+        half = len(self._resident) // 2
+        return max(self._resident[half:]) - max(self._resident[:half])
 
 
 def _bytes_below(folder: Path) -> int:
@@ -110,7 +125,8 @@ def measure(uri: str, endpoint: str, mib_per_second: float, mib: int, staging_mi
         staging_limit_mib=staging_mib,
         staging_peak_mib=watch.staging / MIB,
         reserved_peak_mib=reserved / MIB,
-        memory_growth_mib=watch.memory / MIB,
+        memory_growth_mib=watch.growth / MIB,
+        late_growth_mib=watch.late_growth / MIB,
         seconds=seconds,
         rate_share=nbytes / MIB / seconds / mib_per_second,
         failed=failed,
