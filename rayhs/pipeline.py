@@ -275,7 +275,7 @@ class _Run:
                 for row in extract_shards(job, missing, replicas, stop).iter_rows():
                     done.add(Receipt(**row))
                     if done.fatal:
-                        raise EngineError(done.fatal)
+                        raise RayhsError(done.fatal)
                     self.on_progress(done.progress())
         except RayError as error:
             raise EngineError(

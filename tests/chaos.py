@@ -85,10 +85,9 @@ class TwoNodes:
         self.address = str(self._cluster.address)
         self._second = self._cluster.add_node(num_cpus=2)
 
-    def kill_second(self) -> None:
+    def replace_second(self) -> None:
+        """SIGKILL its processes; another node comes, as on a spot market."""
         self._cluster.remove_node(self._second, allow_graceful=False)
-
-    def add_second(self) -> None:
         self._second = self._cluster.add_node(num_cpus=2)
 
     def close(self) -> None:
@@ -156,7 +155,6 @@ class Seed:
         self._most_runs = 2 * kills + 5
         self.uri = f"s3://{server.new_bucket()}/chaos"
         self._store = open_store(self.uri, StorageConfig(endpoint=server.endpoint))
-        self._second_is_dead = False
 
     def run(self, rate: float) -> Outcome:
         started = time.monotonic()
@@ -197,9 +195,6 @@ class Seed:
         return {"target_bytes": self._random.choice(["1MiB", "3MiB", "9MiB"]), "rows_per_file": 512}
 
     def _run_once(self, run_file: Path) -> bool:
-        if self._second_is_dead:
-            self._cluster.add_second()
-            self._second_is_dead = False
         self.outcome.runs += 1
         command = [sys.executable, "-m", "rayhs", "extract", str(run_file)]
         with (self._folder / f"run-{self.outcome.runs}.log").open("w") as log:
@@ -229,10 +224,7 @@ class Seed:
                 return
             self._random.choice(found).kill()
         elif kind == "raylet":
-            if self._second_is_dead:
-                return
-            self._cluster.kill_second()
-            self._second_is_dead = True
+            self._cluster.replace_second()
         else:
             driver.send_signal(signal.SIGKILL if kind == "driver" else signal.SIGTERM)
             code = driver.wait(60)
