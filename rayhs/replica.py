@@ -83,7 +83,7 @@ class Replica:
             return await self._run(shard)
         except (EngineError, TooManyFailed) as error:
             self._streak.give_up(str(error))
-            await self._withdraw(self._streak.shards)
+            await self._withdraw()
             return Receipt(str(shard), error=str(error), fatal=True)
         except FormatError as error:
             return Receipt(str(shard), error=f"{error}; {REPAIR_HINT}")
@@ -210,9 +210,13 @@ class Replica:
                 record = await asyncio.to_thread(write_shard, self._store, shard, results, self._spec)
         return record
 
-    async def _withdraw(self, shards: Sequence[ShardId]) -> None:
+    async def _withdraw(self) -> None:
         """Take back the commit records of shards in which a dead model failed every sample."""
-        await asyncio.to_thread(self._store.delete, [commit_name(shard) for shard in shards])
+        names = [commit_name(shard) for shard in self._streak.shards]
+        try:
+            await asyncio.to_thread(self._store.delete, names)
+        except StoreError as error:
+            logger.warning("to extract them again, delete %s by hand: %s", ", ".join(names), error)
 
     def _staged_bytes(self, planned: Sequence[PlannedSample]) -> int:
         record, extra = self._job.dataset, self._job.dataset.include_generated

@@ -21,7 +21,7 @@ from rayhs.errors import RayhsError, SampleError
 
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _STAGED, _FAILED, _PARTIAL = ".safetensors", ".failed", ".partial"
-_DIRECTORY_PREFIX = "rayhs-"
+_DIRECTORY_PREFIX, _NEW_PREFIX = "rayhs-", ".rayhs-new-"
 _LOCK = "owner.lock"
 
 
@@ -143,9 +143,11 @@ class OwnedDirectory:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         sweep_dead(root)
-        self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=root))
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        made = Path(tempfile.mkdtemp(prefix=_NEW_PREFIX, dir=root))
+        self._lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Named only now: another replica that sweeps must never see it without a lock.
+        self.path = made.rename(made.with_name(_DIRECTORY_PREFIX + made.name.removeprefix(_NEW_PREFIX)))
 
     def remove(self) -> None:
         """Delete the directory; mappings already taken stay valid. Once more is fine."""

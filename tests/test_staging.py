@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,13 @@ def test_a_cancelled_reservation_frees_its_place() -> None:
 async def _hold(budget: ByteBudget, nbytes: int) -> None:
     async with budget.reserve(nbytes):
         pass
+
+
+def test_many_owners_at_once_never_sweep_each_other(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        for _ in range(20):
+            owned = list(pool.map(lambda _: OwnedDirectory(tmp_path), range(16)))
+            assert all(one.path.is_dir() for one in owned)
+            for one in owned:
+                one.remove()
+    assert list(tmp_path.iterdir()) == []
