@@ -50,7 +50,7 @@ class Extractor:
                 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cores.thread_binding(
                     self._job.config.engine.tensor_parallel_size
                 )
-            return Replica(self._job, self._plan.per_node)
+            return Replica(self._job, self._plan.most_on(_own_node()))
         except EngineError as error:
             self._refusal = str(error)  # told in the receipts: Ray would bury an actor's constructor error
             return None
@@ -67,14 +67,6 @@ class Extractor:
         with contextlib.suppress(RayError):
             await stop.leave.remote(me)
 
-    def _prepare(self) -> None:
-        if self._plan.engine_cores:
-            self._cores = CoreClaim(self._plan.engine_cores)
-            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cores.thread_binding(
-                self._job.config.engine.tensor_parallel_size
-            )
-        self._replica = Replica(self._job, self._plan.per_node)
-
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """``batch["shard"]``: shard ids. Yields a receipt a shard as each is committed."""
         shards = [ShardId.parse(str(shard)) for shard in batch["shard"]]
@@ -88,6 +80,13 @@ class Extractor:
     def __del__(self) -> None:
         if self._replica is not None and self._loop.is_running():
             asyncio.run_coroutine_threadsafe(self._replica.stop(), self._loop).result(timeout=30)
+
+
+def _own_node() -> dict[str, float]:
+    import ray
+
+    me = ray.get_runtime_context().get_node_id()
+    return next((dict(node["Resources"]) for node in ray.nodes() if node["NodeID"] == me), {})
 
 
 def _as_batch(receipt: Receipt) -> dict[str, Any]:
@@ -114,13 +113,21 @@ class ReplicaPlan:
         if nodes and self.cpus > most and device == "cpu":
             raise ConfigError(f"cluster.cpus_per_replica: {self.cpus:g} wanted, the largest node has {most} CPUs")
         if fake_shape(config.model):
-            self.per_node = self.replicas[1]
             return
         if device == "cpu":
             self._take_cores(nodes, tensor_parallel, cluster.cpus_per_replica)
         else:
             self._take_gpus(nodes, tensor_parallel, engine.distributed_executor)
-        self.per_node = max(1, -(-self.replicas[1] // max(1, len(nodes))))
+
+    def most_on(self, node: dict[str, float]) -> int:
+        """How many replicas a node of these Ray resources may hold at once: they share its staging file system."""
+        if self.gpus or self.bundles:
+            fit = node.get("GPU", 0) // max(1, self.gpus)
+        elif self.engine_cores:
+            fit = node.get("CPU", 0) // self.cpus
+        else:
+            fit = self.replicas[1]
+        return max(1, min(self.replicas[1], int(fit)))
 
     def _take_cores(self, nodes: list[dict[str, float]], tensor_parallel: int, cores: int | None) -> None:
         most = int(max((node.get("CPU", 0) for node in nodes), default=0))

@@ -20,6 +20,7 @@ from rayhs.codec import STATE_DTYPES, staged_bytes_at_most
 from rayhs.engine import Engine, make_engine
 from rayhs.errors import (
     REPAIR_HINT,
+    ConfigError,
     EngineError,
     FormatError,
     ObjectNotFound,
@@ -81,7 +82,7 @@ class Replica:
         self._active.add(task)
         try:
             return await self._run(shard)
-        except (EngineError, TooManyFailed) as error:
+        except (ConfigError, EngineError, TooManyFailed) as error:
             self._streak.give_up(str(error))
             await self._withdraw()
             return Receipt(str(shard), error=str(error), fatal=True)

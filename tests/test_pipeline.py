@@ -23,6 +23,8 @@ from rayhs.pipeline import RunResult, run_extract, run_plan
 from rayhs.reading.catalog import read_dataset_record
 from rayhs.store import open_store
 from rayhs.tally import Progress
+from tests.fault_proxy import FaultProxy
+from tests.s3_servers import S3Server
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -35,7 +37,7 @@ def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
     return [rng.integers(0, 600, rng.integers(1, 50)).tolist() for _ in range(count)]
 
 
-def settings(output: Path, prompts: list[list[int]], **sections: Any) -> dict[str, Any]:
+def settings(output: Path | str, prompts: list[list[int]], **sections: Any) -> dict[str, Any]:
     return {
         "model": f"fake/8x{HIDDEN}",
         "prompts": {"rows": [{"ids": p, "id": f"row-{i}", "topic": i % 3} for i, p in enumerate(prompts)]}
@@ -47,11 +49,11 @@ def settings(output: Path, prompts: list[list[int]], **sections: Any) -> dict[st
     }
 
 
-def run(output: Path, prompts: list[list[int]], **sections: Any) -> RunResult:
+def run(output: Path | str, prompts: list[list[int]], **sections: Any) -> RunResult:
     return run_extract(parse_config(settings(output, prompts, **sections)))
 
 
-def assert_complete(output: Path, prompts: list[list[int]], missing: tuple[int, ...] = ()) -> None:
+def assert_complete(output: Path | str, prompts: list[list[int]], missing: tuple[int, ...] = ()) -> None:
     dataset = rayhs.open(str(output))
     assert len(dataset) == len(prompts)
     for i, prompt in enumerate(prompts):
@@ -232,31 +234,36 @@ def test_the_plan_tells_exact_numbers(tmp_path: Path) -> None:
     assert len(list((tmp_path / "commits").iterdir())) == plan.shards
 
 
-def test_sigterm_hands_shards_back_and_the_same_command_finishes(tmp_path: Path) -> None:
+@pytest.mark.s3
+def test_sigterm_hands_shards_back_and_the_same_command_finishes(
+    moto_uri: str, moto_server: S3Server, tmp_path: Path
+) -> None:
     """SIGKILL of each kind of process is in test_chaos."""
-    prompts = prompts_of(3000)
+    prompts, store = prompts_of(1500), open_store(moto_uri)
     (tmp_path / "staging").mkdir()
-    sections = {"cluster": {"address": "local"}, "staging": {"path": str(tmp_path / "staging")}}
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(settings(tmp_path / "out", prompts, **sections)))
-    command = [sys.executable, "-m", "rayhs", "extract", str(file)]
-    commits = tmp_path / "out" / "commits"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
-        deadline = time.monotonic() + 240
-        while not (commits.exists() and any(commits.iterdir())) and running.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        running.send_signal(signal.SIGTERM)
-        _, told = running.communicate(timeout=60)
+    # A store that is slow enough for the run to be in its middle when the signal has come through.
+    with FaultProxy(moto_server.endpoint, bytes_per_second=800_000) as proxy:
+        sections = {"cluster": {"address": "local"}, "staging": {"path": str(tmp_path / "staging")}}
+        sections["storage"] = {"endpoint": proxy.endpoint}
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(settings(moto_uri, prompts, **sections)))
+        command = [sys.executable, "-m", "rayhs", "extract", str(file)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
+            deadline = time.monotonic() + 240
+            while not any(store.list("commits")) and running.poll() is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            running.send_signal(signal.SIGTERM)
+            _, told = running.communicate(timeout=60)
     assert running.returncode == 130
     assert told.strip().splitlines()[-1] == "rayhs: interrupted; run the same command again to go on"
     assert "Traceback" not in told
-    assert list((tmp_path / "staging").iterdir()) == []
-    assert list((tmp_path / "out").rglob(".partial-*")) == []
-    done = len(list(commits.iterdir()))
-    assert 0 < done < len(read_dataset_record(open_store(str(tmp_path / "out"))).plan.shard_ids())
-    assert run(tmp_path / "out", prompts).exit_code == 0
-    assert_complete(tmp_path / "out", prompts)
+    assert list((tmp_path / "staging").iterdir()) == [], told
+    assert list(store.unfinished()) == []
+    done = sum(1 for _ in store.list("commits"))
+    assert 0 < done < len(read_dataset_record(store).plan.shard_ids())
+    assert run(moto_uri, prompts).exit_code == 0
+    assert_complete(moto_uri, prompts)
 
 
 def replica_plan(nodes: list[dict[str, float]], device: str, **sections: Any) -> ReplicaPlan:
@@ -275,6 +282,10 @@ def test_resources_of_a_replica_follow_from_the_config() -> None:
     assert two_nodes.bundles == [{"GPU": 1.0, "CPU": 1.0}] * 8
     cores = replica_plan([{"CPU": 8.0}], "cpu", cluster={"replicas": 2})
     assert (cores.engine_cores, cores.cpus, cores.gpus) == (4, 4.0, 0)
+    assert (two_nodes.most_on(GPU_NODE), cores.most_on({"CPU": 8.0}), cores.most_on({})) == (1, 2, 1)
+    # Counted on the node itself: the cluster may have grown since the start.
+    grown = replica_plan([{"CPU": 4.0}], "cuda", cluster={"replicas": [1, 8]})
+    assert (grown.most_on({"GPU": 1.0}), grown.most_on(GPU_NODE)) == (1, 4)
     ranged = replica_plan([GPU_NODE], "cuda", cluster={"replicas": [1, 4]})
     assert ranged.replicas == (1, 4)
 
