@@ -18,6 +18,7 @@ from rayhs.log import logger
 
 _RAY_STARTS = 3
 STOP_WITHIN_S = 20.0
+FREE_WITHIN_S = 5.0
 
 
 class StopSignal:
@@ -39,11 +40,11 @@ class StopSignal:
             self._replicas.discard(replica)
             self._changed.notify_all()
 
-    async def stop(self) -> bool:
-        """Ask all to stop; whether they all have, within `STOP_WITHIN_S`."""
+    async def stop(self, within: float) -> bool:
+        """Ask all to stop; whether they all have, within so many seconds."""
         self._asked.set()
         try:
-            async with asyncio.timeout(STOP_WITHIN_S), self._changed:
+            async with asyncio.timeout(within), self._changed:
                 await self._changed.wait_for(lambda: not self._replicas)
         except TimeoutError:
             return False
@@ -52,21 +53,25 @@ class StopSignal:
 
 @contextlib.contextmanager
 def graceful_stop() -> Iterator[Any]:
-    """A `StopSignal` for the replicas of a run, used when the body is interrupted or fails."""
+    """A `StopSignal` for the replicas of a run, given at its end, and when the body is interrupted or fails."""
     import ray
     from ray.exceptions import RayError
 
     # Where its node is lost it starts again, and replicas join again: only the driver's end is an order to stop.
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(StopSignal)
     signals = actor.remote()
+    within = STOP_WITHIN_S
     try:
         yield signals
-    except (KeyboardInterrupt, RayhsError):
-        with contextlib.suppress(RayError):
-            if not ray.get(signals.stop.remote(), timeout=STOP_WITHIN_S + 5):
-                logger.warning("not all replicas stopped within %.0f s; their shards are redone", STOP_WITHIN_S)
+        within = FREE_WITHIN_S  # Ray ends idle replicas by itself
+    except RayError:
+        within = FREE_WITHIN_S  # some are gone, and can't say so
         raise
     finally:
+        with contextlib.suppress(RayError):
+            stopped = ray.get(signals.stop.remote(within), timeout=within + 5)
+            if not stopped and within == STOP_WITHIN_S:
+                logger.warning("not all replicas stopped within %.0f s; their shards are redone", within)
         with contextlib.suppress(RayError):
             ray.kill(signals)  # references to it may live on in Ray Data
 
@@ -137,7 +142,8 @@ def _join_or_start(address: str) -> None:
         except Exception as error:  # a node that does not come up is a bare Exception of Ray's
             ray.shutdown()
             if address not in ("auto", "local"):
-                raise ConfigError(f"cluster.address {address}: {one_line(error)}; is a Ray running there?") from error
+                advice = "is a Ray running there, and is RAY_AUTH_TOKEN its token?"
+                raise ConfigError(f"cluster.address {address}: {one_line(error)}; {advice}") from error
             if not remaining:
                 raise RayhsError(
                     f"Ray did not start here: {one_line(error)}; see /tmp/ray/session_latest/logs"

@@ -1,6 +1,6 @@
 """Every error rayhs raises on purpose, with the exit code the command line gives it.
 
-Exit codes: 0 done; 1 failed; 2 usage or config; 3 finished, some samples failed;
+Exit codes: 0 done; 1 failed; 2 usage or config; 3 finished, some samples failed or were rejected;
 4 verify found damage; 130 interrupted. A message is one line: what, where, what to do next.
 """
 

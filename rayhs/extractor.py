@@ -30,7 +30,10 @@ _MAX_TASKS = 20_000
 
 
 class Extractor:
-    """Ray Data's callable class: one replica, called from several threads at once."""
+    """Ray Data's callable class: one replica, called from several threads at once.
+
+    ``stop`` is the run's `rayhs.cluster.StopSignal`.
+    """
 
     def __init__(self, job: Job, plan: ReplicaPlan, stop: Any) -> None:
         configure()
@@ -40,8 +43,9 @@ class Extractor:
         self._refusal = ""
         self._replica = self._make_replica()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="rayhs-loop").start()
+        self._stop, self._name = stop, secrets.token_hex(8)
         if self._replica is not None:
-            asyncio.run_coroutine_threadsafe(self._stop_when_told(self._replica, stop), self._loop)
+            asyncio.run_coroutine_threadsafe(_stop_when_told(self._replica, stop, self._name), self._loop)
 
     def _make_replica(self) -> Replica | None:
         try:
@@ -54,18 +58,6 @@ class Extractor:
         except EngineError as error:
             self._refusal = str(error)  # told in the receipts: Ray would bury an actor's constructor error
             return None
-
-    @staticmethod
-    async def _stop_when_told(replica: Replica, stop: Any) -> None:
-        """``stop``: the run's `rayhs.cluster.StopSignal`, or what is left of it when the driver is gone."""
-        from ray.exceptions import RayError
-
-        me = secrets.token_hex(8)
-        with contextlib.suppress(RayError):
-            await stop.join.remote(me)
-        await replica.hand_back()
-        with contextlib.suppress(RayError):
-            await stop.leave.remote(me)
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """``batch["shard"]``: shard ids. Yields a receipt a shard as each is committed."""
@@ -80,6 +72,18 @@ class Extractor:
     def __del__(self) -> None:
         if self._replica is not None and self._loop.is_running():
             asyncio.run_coroutine_threadsafe(self._replica.stop(), self._loop).result(timeout=30)
+            self._stop.leave.remote(self._name)
+
+
+async def _stop_when_told(replica: Replica, stop: Any, name: str) -> None:
+    # No method: it would keep the Extractor alive, whose end Ray Data tells us by deleting it.
+    from ray.exceptions import RayError
+
+    with contextlib.suppress(RayError):  # the driver is gone, and with it the signal
+        await stop.join.remote(name)
+    await replica.hand_back()
+    with contextlib.suppress(RayError):
+        await stop.leave.remote(name)
 
 
 def _own_node() -> dict[str, float]:

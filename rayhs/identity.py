@@ -60,5 +60,6 @@ def refuse_other(existing: DatasetRecord, wanted: Identity, input_fingerprint: s
     if differing:
         raise IdentityMismatch(
             f"{uri} holds another dataset: {'; '.join(differing)}. Give another place with --into URI, or go on with "
-            "the settings of the one there (cluster, staging, storage, shards.attempts and engine.vllm may change)"
+            "the settings of the one there (cluster, staging, storage, shards.attempts, engine.vllm and "
+            "engine.max_consecutive_failures may change)"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -149,6 +150,8 @@ class _Run:
         self.config = config
         self.on_progress = on_progress
         self.store: Store = open_store(config.output, config.storage)
+        self.store.prepare()
+        self._refuse_staging()
         self.input = input_fingerprint(config)
         self.model: ModelInfo = describe_model(config)
         self.layers = resolve_layers(config.layers, self.model.num_layers)
@@ -156,6 +159,12 @@ class _Run:
         self.existing: DatasetRecord | None = self._unless_damaged(self._existing, repairing)
         self.summary: Summary | None = self._unless_damaged(lambda: read_summary(self.store), repairing)
         self.summary_stands = self.summary is not None
+
+    def _refuse_staging(self) -> None:
+        # Elsewhere the replicas look for themselves, each on its node.
+        path = self.config.staging.path
+        if self.config.cluster.address == "local" and not os.path.isdir(path):
+            raise ConfigError(f"staging.path {path} is not a folder; give one in memory, such as /dev/shm")
 
     def _unless_damaged(self, read: Callable[[], T], repairing: bool) -> T | None:
         """A record, or None for a damaged one that is going to be made anew."""
@@ -200,8 +209,8 @@ class _Run:
             join()
             self._make_same_plan(dataset)
             damage.shards |= repair.find_damage(self.store, dataset, sorted(damage.unplanned), self._checked).shards
-        damage.shards &= committed
-        repair.take_out(self.store, damage)
+        unplanned = committed.difference(dataset.plan.shard_ids())
+        repair.take_out(self.store, (damage.shards & committed) | unplanned)
         self.summary_stands = False
 
     def _checked(self, done: int, total: int) -> None:

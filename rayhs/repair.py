@@ -7,7 +7,7 @@ commit record is extracted, an index without its summary is written. Nothing sou
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -64,13 +64,13 @@ def _is_damaged(store: Store, record: DatasetRecord, plan: PlanReader, file: int
     return False
 
 
-def take_out(store: Store, damage: Damage) -> None:
-    """Make damaged shards uncommitted. The summary goes first: no reader takes the rest for complete.
+def take_out(store: Store, shards: Iterable[ShardId]) -> None:
+    """Delete the commit records of these shards. The summary goes first: no reader takes the rest for complete.
 
     The objects are left to `rayhs gc`.
     """
     store.delete([SUMMARY])
-    store.delete(commit_name(shard) for shard in sorted(damage.shards))
+    store.delete(commit_name(shard) for shard in sorted(shards))
 
 
 def refuse_if_unlike(store: Store, record: DatasetRecord) -> None:

@@ -74,6 +74,7 @@ def test_what_is_young_or_nobodys_stays(built: Builder) -> None:
     put_aged(built, "shards/notes.txt")
     put_aged(built, "README.md")
     before = names(built)
+    assert verify(str(built.folder)).orphans == 1  # the note is none of an attempt's
     store = open_store(str(built.folder))
     assert collect(store).young == 2
     assert names(built) == before

@@ -164,7 +164,7 @@ class Guarantees(RuleBasedStateMachine):
     def repair(self) -> None:
         found = find_damage(self.store, self.job.dataset, sorted(self.committed), lambda done, total: None)
         assert found.shards == self.damaged
-        take_out(self.store, found)
+        take_out(self.store, found.shards)
         for shard in self.damaged:
             del self.committed[shard]
         self.damaged = set()

@@ -68,7 +68,10 @@ def assert_complete(output: Path | str, prompts: list[list[int]], missing: tuple
 def test_prompts_become_a_dataset(tmp_path: Path) -> None:
     prompts = prompts_of(60)
     seen: list[Progress] = []
-    result = run_extract(parse_config(settings(tmp_path / "out", prompts)), seen.append)
+    (tmp_path / "staging").mkdir()
+    config = settings(tmp_path / "out", prompts, staging={"path": str(tmp_path / "staging")}, cluster={"replicas": 2})
+    result = run_extract(parse_config(config), seen.append)
+    assert list((tmp_path / "staging").iterdir()) == []
     assert result.exit_code == 0 and result.summary.ok == 60
     assert result.summary.tokens == sum(map(len, prompts))
     assert_complete(tmp_path / "out", prompts)

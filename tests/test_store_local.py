@@ -114,3 +114,11 @@ open_store("s3://bucket/x")
 
 def test_needs_no_s3_package(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", LIGHT, str(tmp_path)], timeout=60, check=True)
+
+
+def test_a_place_that_can_t_be_written_is_found_out_at_once(tmp_path: Path) -> None:
+    open_store(str(tmp_path / "new" / "place")).prepare()
+    (tmp_path / "file").write_text("")
+    for place, why in ((tmp_path / "file", "a file is where a folder should be"), (Path("/proc/x"), "/proc/x: ")):
+        with pytest.raises(StoreError, match=why):
+            open_store(str(place)).prepare()

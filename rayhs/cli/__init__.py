@@ -72,8 +72,8 @@ def _root(
 ) -> None:
     """Prompts in, verified hidden states in an object store out.
 
-    Exit codes: 0 done; 1 failed; 2 usage or config; 3 finished, some samples failed; 4 verify found
-    damage; 130 interrupted.
+    Exit codes: 0 done; 1 failed; 2 usage or config; 3 finished, some samples failed or were
+    rejected; 4 verify found damage; 130 interrupted.
     """
     log.configure()
 

@@ -161,7 +161,7 @@ def print_gc(report: GcReport) -> None:
         "dataset": report.uri,
         "orphans": f"{report.objects:,} objects, {nbytes(report.bytes)} {verb}",
         "unfinished": f"{report.unfinished:,} writes, {nbytes(report.unfinished_bytes)} {verb}",
-        "too young": f"{report.young:,} left, not older than {report.older_than / 3600:g} h",
+        "too young": f"{report.young:,} left, not older than {report.older_than / 3600:.3g} h",
     }
     if report.damaged:
         rows["undecided"] = f"{report.damaged:,} left, the commit records of their shards are damaged"

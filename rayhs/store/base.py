@@ -55,6 +55,13 @@ class Store(ABC):
     uri: str
     """Normalised root, without trailing slash and without secrets."""
 
+    def prepare(self) -> None:  # noqa: B027 - most stores have nothing to find out without writing
+        """Find out early, as far as that is possible without writing an object, that nothing could be written.
+
+        Raises:
+            StoreError: so it is.
+        """
+
     @abstractmethod
     def get(self, name: str) -> bytes:
         """The whole object. Raises ObjectNotFound when there is none."""

@@ -62,6 +62,12 @@ class LocalFolderStore(Store):
     def __reduce__(self) -> tuple[Any, ...]:
         return (LocalFolderStore, (self.uri,))
 
+    def prepare(self) -> None:
+        with self._writing(self._root):
+            os.makedirs(self._root, exist_ok=True)
+            if not os.access(self._root, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
     def get(self, name: str) -> bytes:
         with self._reading(name) as path, open(path, "rb", buffering=0) as file:
             return file.readall()

@@ -260,7 +260,8 @@ class _Verification:
         return rows
 
     def _orphans(self) -> tuple[int, int]:
-        sizes = [size for name, size in self._store.list("shards/") if name not in self._referenced]
+        objects = [(name, size) for name, size in self._store.list("shards/") if name not in self._referenced]
+        sizes = [size for name, size in objects if layout.shard_of_object(name) is not None]
         return len(sizes), sum(sizes)
 
     def _report(self, orphans: tuple[int, int], reference: ReferenceReport | None) -> VerifyReport:
