@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import as_completed
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,7 +68,7 @@ class Extractor:
             return
         runs = [asyncio.run_coroutine_threadsafe(self._replica.run_shard(shard), self._loop) for shard in shards]
         for run in as_completed(runs):
-            yield _as_batch(run.result())
+            yield _as_batch(replace(run.result(), replica=self._name))
 
     def __del__(self) -> None:
         if self._replica is not None and self._loop.is_running():
@@ -191,7 +192,7 @@ def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan, stop: Any
         return source.map_batches(
             Extractor,
             fn_constructor_args=(job, plan, stop),
-            batch_size=_MAX_TASKS,  # a whole block; with GPUs Ray insists on a number
+            batch_size=1,  # Ray gathers blocks into one task until they have as many rows
             batch_format="numpy",
             compute=pool,
             num_cpus=0 if plan.bundles else plan.cpus,

@@ -87,11 +87,13 @@ class Job:
 class Receipt:
     """What became of one shard; the only thing a replica sends back.
 
-    ``started`` is the Unix time at which it was begun, with the engine up; ``seconds`` what it took.
+    ``replica`` tells the replicas of a run apart; ``started`` is the Unix time at which the shard was
+    begun, with the engine up, and ``seconds`` what it took.
     ``error`` tells why it was not committed; ``fatal`` that no other shard of the run will be either.
     """
 
     shard: str
+    replica: str = ""
     samples: int = 0
     failed: int = 0
     tokens: int = 0

@@ -113,7 +113,7 @@ class Replica:
 
     async def _run(self, shard: ShardId) -> Receipt:
         started = time.time()
-        committed = await asyncio.to_thread(self._committed, shard)
+        committed = await self._unless_stopped(asyncio.to_thread(self._committed, shard))
         if committed is not None:  # Ray runs a dead actor's tasks again, finished shards of theirs too
             return _receipt(committed, started)
         await self._unless_stopped(self._keeper.ready())

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import pytest
 import yaml
 
 import rayhs
+from rayhs.cluster import graceful_stop
 from rayhs.config import RunConfig, parse_config
 from rayhs.errors import ConfigError, IdentityMismatch, InputError, RayhsError, TooManyRejected
-from rayhs.extractor import ReplicaPlan
+from rayhs.extractor import ReplicaPlan, extract_shards
 from rayhs.fake import REFUSED_TOKEN, fake_states
+from rayhs.job import Job
+from rayhs.model import describe_model
 from rayhs.pipeline import RunResult, run_extract, run_plan
 from rayhs.reading.catalog import read_dataset_record
 from rayhs.store import open_store
@@ -103,6 +107,18 @@ def test_two_replicas_give_the_dataset_of_one(tmp_path: Path) -> None:
     assert one.index.select(without_attempt).equals(two.index.select(without_attempt))
     assert one.info.plan.fingerprint == two.info.plan.fingerprint
     assert_complete(tmp_path / "two", prompts)
+
+
+def test_replicas_share_the_shards(tmp_path: Path) -> None:
+    run_plan(parse_config(settings(tmp_path, prompts_of(400), cluster={"replicas": 2})))
+    config = parse_config(settings(tmp_path, [], cluster={"replicas": 2}))
+    job = Job(config, describe_model(config), read_dataset_record(open_store(str(tmp_path))))
+    shards = job.dataset.plan.shard_ids()
+    with graceful_stop() as stop:
+        receipts = list(extract_shards(job, shards, ReplicaPlan(config, [], "cpu"), stop).iter_rows())
+    assert len(receipts) == len(shards) > 100 and not any(receipt["error"] for receipt in receipts)
+    counts = Counter(receipt["replica"] for receipt in receipts)
+    assert len(counts) == 2 and min(counts.values()) > len(shards) // 10, counts
 
 
 def test_the_same_command_again_does_nothing_new(tmp_path: Path) -> None:
@@ -265,7 +281,8 @@ def test_sigterm_hands_shards_back_and_the_same_command_finishes(
     assert list(store.unfinished()) == []
     done = sum(1 for _ in store.list("commits"))
     assert 0 < done < len(read_dataset_record(store).plan.shard_ids())
-    assert run(moto_uri, prompts).exit_code == 0
+    again = [*command, "--set", f"storage.endpoint={moto_server.endpoint}"]
+    assert subprocess.run(again, capture_output=True, check=False).returncode == 0
     assert_complete(moto_uri, prompts)
 
 
