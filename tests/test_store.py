@@ -257,22 +257,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def test_memory_of_a_stream_is_bounded(store: Store) -> None:
+def test_memory_of_a_stream_is_bounded(store: Store, request: pytest.FixtureRequest) -> None:
+    if "moto" in request.node.name or "rclone" in request.node.name:
+        pytest.skip("the client is the one of Ceph, and this server is slow")
     size = 224 * MIB
     command = [sys.executable, "-c", CHILD, store.uri, str(size), "-1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert int(done.stdout) * 1024 < 160 * MIB  # of ru_maxrss's KiB
     assert store.size("big") == size
-
-
-def test_killed_writer_leaves_nothing_visible(store: Store) -> None:
-    command = [sys.executable, "-c", CHILD, store.uri, str(40 * MIB), "36"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"stopped\n"
-        os.kill(child.pid, signal.SIGKILL)
-    assert list(store.list("")) == [("warm", 1)]
-    assert store.size("big") is None
 
 
 def test_what_a_killed_writer_leaves_can_be_found_and_freed(place: Place, request: pytest.FixtureRequest) -> None:
@@ -281,6 +273,8 @@ def test_what_a_killed_writer_leaves_can_be_found_and_freed(place: Place, reques
         assert child.stdout is not None
         assert child.stdout.readline() == b"stopped\n"
         os.kill(child.pid, signal.SIGKILL)
+    assert list(place.store.list("")) == [("warm", 1)]
+    assert place.store.size("big") is None
     left = place.leftovers()
     found = list(place.store.unfinished())
     assert len(found) == len(left)
