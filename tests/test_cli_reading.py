@@ -181,7 +181,7 @@ def test_interrupted(tmp_path: Path) -> None:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "."})
     with pipe.open("w"):  # opens once the command has opened it to read
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=90)
     assert process.returncode == EXIT_INTERRUPTED
     assert errors == "rayhs: interrupted; run the same command again to go on\n"
 

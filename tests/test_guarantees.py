@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rayhs.errors import FormatError
 from rayhs.fake import fake_states
 from rayhs.gc import collect
 from rayhs.indexing import write_index
@@ -104,6 +105,9 @@ class Guarantees(RuleBasedStateMachine):
             if store.late is not None:
                 name, data = store.late
                 self.sleepers.append(Sleeper(shard, CommitRecord.from_bytes(data, name), data))
+            return
+        except FormatError:
+            assert shard in self.damaged, "only a damaged record that stands stops an attempt"
             return
         if shard in self.committed:
             assert record.attempt == self.committed[shard], "an attempt that comes second is told who won"
