@@ -22,12 +22,23 @@ FREE_WITHIN_S = 5.0
 
 
 class StopSignal:
-    """An actor of a run: tells its replicas to hand their shards back, and waits until they have."""
+    """An actor of a run: tells its replicas to hand their shards back, and waits until they have.
+
+    Those of a measured run also wait here for each other before they begin.
+    """
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
         self._replicas: set[str] = set()
         self._changed = asyncio.Condition()
+        self._warm = 0
+
+    async def begin(self, count: int) -> None:
+        """Called by a replica that is ready; returns when ``count`` are."""
+        async with self._changed:
+            self._warm += 1
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: self._warm >= count)
 
     async def join(self, replica: str) -> None:
         """Called by a replica at its start; returns when it must stop."""

@@ -46,6 +46,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from rayhs.copying import BlockCopier, CudaCopier, HostCopier, StateCache
 from rayhs.errors import EngineError, SampleError
 from rayhs.log import logger
+from rayhs.metrics import Metrics, MetricsFile
 from rayhs.staging import NoRoomNow, StagingArea, is_key
 from rayhs.versions import check_vllm
 
@@ -92,6 +93,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             extra("staging_dir", "/dev/shm/rayhs"), int(extra("staging_bytes", DEFAULT_STAGING_BYTES))
         )
         self._pinned_bytes = int(extra("pinned_bytes", DEFAULT_PINNED_BYTES))
+        self._metrics = Metrics()
+        self._metrics_file = MetricsFile(self._area.directory, self._metrics) if extra("metrics", False) else None
         # Scheduler side.
         self._finished: list[Save] = []
         self._unwritten_from: dict[str, int] = {}
@@ -170,7 +173,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if self._carries:
             on_cuda = tensor.device.type == "cuda"
             self._copier = (
-                CudaCopier(cache, self._area, self._pinned_bytes) if on_cuda else HostCopier(cache, self._area)
+                CudaCopier(cache, self._area, self._pinned_bytes, self._metrics)
+                if on_cuda
+                else HostCopier(cache, self._area, self._metrics)
             )
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
@@ -189,6 +194,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         """Start copies for what finished; return the requests whose blocks are copied."""
         if self._copier is None:
             return None, None
+        with self._metrics.timed("step"):
+            done = self._advance(self._copier)
+        if self._metrics_file is not None:
+            self._metrics_file.write()
+        return done or None, None
+
+    def _advance(self, copier: BlockCopier) -> set[str]:
         if self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             if isinstance(metadata, SaveMetadata):
@@ -196,14 +208,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         done: set[str] = set()
         while self._queue:
             outcome = self._start(self._queue[0])
+            self._metrics.waiting("wait for staging", outcome is None)
             if outcome is None:
                 time.sleep(_BLOCKED_PAUSE_S)  # the uploader is behind; keep the blocks, so that vLLM waits too
                 break
             save = self._queue.popleft()
             if not outcome:
                 done.add(save.req_id)
-        done.update(self._copier.poll())
-        return done or None, None
+        done.update(copier.poll())
+        return done
 
     def _start(self, save: Save) -> bool | None:
         """True: copying; False: handed over as a failure; None: no room in the staging area yet."""

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from rayhs.codec import build_header, staged_bytes_at_most, staged_specs
+from rayhs.metrics import Metrics
 from rayhs.staging import StagedFile, StagingArea
 
 _PIECE_BYTES = 16 * 2**20
@@ -93,20 +94,21 @@ class _StagedSample:
 class HostCopier:
     """Copies at once, block by block, straight from the cache into the staged file: no scratch."""
 
-    def __init__(self, cache: StateCache, area: StagingArea) -> None:
-        self._cache, self._area = cache, area
+    def __init__(self, cache: StateCache, area: StagingArea, metrics: Metrics) -> None:
+        self._cache, self._area, self._metrics = cache, area, metrics
         self._done: set[str] = set()
 
     def staged_bytes(self, tokens: int) -> int:
         return staged_bytes_at_most(self._cache.layers, self._cache.hidden, self._cache.dtype, tokens)
 
     def start(self, req_id: str, key: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        sample = _StagedSample(self._cache, self._area, key, token_ids)
-        size = self._cache.block_size
-        for first, block_id in zip(range(0, len(token_ids), size), block_ids, strict=False):
-            tokens = min(size, len(token_ids) - first)
-            sample.states[:, first : first + tokens].copy_(self._cache.block(block_id, tokens))
-        sample.file.publish()
+        with self._metrics.timed("cache to staging", len(token_ids) * self._cache.token_bytes):
+            sample = _StagedSample(self._cache, self._area, key, token_ids)
+            size = self._cache.block_size
+            for first, block_id in zip(range(0, len(token_ids), size), block_ids, strict=False):
+                tokens = min(size, len(token_ids) - first)
+                sample.states[:, first : first + tokens].copy_(self._cache.block(block_id, tokens))
+            sample.file.publish()
         self._done.add(req_id)
 
     def poll(self) -> set[str]:
@@ -137,8 +139,8 @@ class CudaCopier:
     has left the device; the hand-over follows once its bytes are in the file.
     """
 
-    def __init__(self, cache: StateCache, area: StagingArea, pinned_bytes: int) -> None:
-        self._cache, self._area = cache, area
+    def __init__(self, cache: StateCache, area: StagingArea, pinned_bytes: int, metrics: Metrics) -> None:
+        self._cache, self._area, self._metrics = cache, area, metrics
         block_bytes = cache.token_bytes * cache.block_size
         self._piece_blocks = max(1, _PIECE_BYTES // block_bytes)
         piece = (len(cache.layers), self._piece_blocks * cache.block_size, cache.hidden)
@@ -182,7 +184,9 @@ class CudaCopier:
                 try:
                     pinned = self._pool.get(block=block)
                 except queue.Empty:
+                    self._metrics.waiting("wait for pinned memory", True)
                     return  # every pinned buffer is in flight; go on at the next step
+                self._metrics.waiting("wait for pinned memory", False)
                 self._copy_piece(transfer, pinned)
             self._waiting.popleft()
             self._copying.append(transfer)
@@ -193,21 +197,27 @@ class CudaCopier:
         blocks = transfer.blocks[transfer.next_block : transfer.next_block + self._piece_blocks]
         first = transfer.next_block * size
         tokens = min(len(blocks) * size, transfer.tokens - first)
+        begun, event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._stream):
+            begun.record(self._stream)
             ids = torch.tensor(blocks, pin_memory=True).to(self._cache.tensor.device, non_blocking=True)
             gathered = self._cache.gather(ids)[:, :tokens]
             pinned[:, :tokens].copy_(gathered, non_blocking=True)
-            event = torch.cuda.Event()
             event.record(self._stream)
         transfer.next_block += len(blocks)
         transfer.events.append(event)
         target = transfer.sample.states[:, first : first + tokens]
-        transfer.writes.append(self._writers.submit(self._write, event, pinned, target))
+        transfer.writes.append(self._writers.submit(self._write, (begun, event), pinned, target))
 
-    def _write(self, event: torch.cuda.Event, pinned: torch.Tensor, target: torch.Tensor) -> None:
+    def _write(
+        self, copy: tuple[torch.cuda.Event, torch.cuda.Event], pinned: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        begun, ended = copy
         try:
-            event.synchronize()
-            with torch.inference_mode():  # vLLM's worker made both tensors in it; threads start outside
+            ended.synchronize()
+            self._metrics.add("GPU to pinned", begun.elapsed_time(ended) / 1000, target.nbytes)
+            # vLLM's worker made both tensors in inference mode; threads start outside.
+            with self._metrics.timed("pinned to staging", target.nbytes), torch.inference_mode():
                 target.copy_(pinned[:, : target.shape[1]])
         finally:
             self._pool.put(pinned)

@@ -39,6 +39,10 @@ class CoreClaim:
                 f"{count} CPU cores wanted for a replica, {free} are free; lower cluster.cpus_per_replica"
             )
 
+    def bind(self, ranks: int) -> None:
+        """Have vLLM engines that this process starts use these cores and no others."""
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self.thread_binding(ranks)
+
     def thread_binding(self, ranks: int) -> str:
         """vLLM's ``VLLM_CPU_OMP_THREADS_BIND``: the cores of each tensor parallel rank, ``0,1|2,3``."""
         share = max(1, len(self.cores) // ranks)

@@ -41,10 +41,13 @@ class Engine(Protocol):
     async def stop(self) -> None: ...
 
 
-def make_engine(config: RunConfig, model: ModelInfo, layers: Sequence[int], area: StagingArea) -> Engine:
+def make_engine(
+    config: RunConfig, model: ModelInfo, layers: Sequence[int], area: StagingArea, metrics: bool = False
+) -> Engine:
+    """Not started; with ``metrics`` the connector writes a `rayhs.metrics.MetricsFile` into ``area``."""
     if fake_shape(config.model):
         return FakeEngine(area, layers, model.hidden_size, engine_dtype(config, model), config.engine.include_generated)
-    return VllmEngine(config, engine_dtype(config, model), layers, area)
+    return VllmEngine(config, engine_dtype(config, model), layers, area, metrics)
 
 
 def speculative_config(layers: Sequence[int]) -> dict[str, Any]:
@@ -56,18 +59,22 @@ def speculative_config(layers: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def kv_transfer_config(area: StagingArea) -> dict[str, Any]:
+def kv_transfer_config(area: StagingArea, metrics: bool = False) -> dict[str, Any]:
     """vLLM's ``kv_transfer_config`` that stages those states in ``area``."""
     return {
         "kv_connector": "HiddenStatesConnector",
         "kv_connector_module_path": "rayhs.connector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"staging_dir": str(area.directory), "staging_bytes": area.max_bytes},
+        "kv_connector_extra_config": {
+            "staging_dir": str(area.directory),
+            "staging_bytes": area.max_bytes,
+            "metrics": metrics,
+        },
     }
 
 
-def engine_arguments(config: RunConfig, dtype: str, layers: Sequence[int], area: StagingArea) -> dict[str, Any]:
-    """Keyword arguments of vLLM's engine; ``engine.vllm`` of the run file is laid over the defaults.
+def plain_arguments(config: RunConfig, dtype: str) -> dict[str, Any]:
+    """Keyword arguments of vLLM's engine without extraction; ``engine.vllm`` is laid over the defaults.
 
     ``dtype`` is stated always: vLLM's own "auto" turns a float32 checkpoint into bfloat16.
 
@@ -83,16 +90,29 @@ def engine_arguments(config: RunConfig, dtype: str, layers: Sequence[int], area:
         "tensor_parallel_size": engine.tensor_parallel_size,
         "distributed_executor_backend": _executor(engine),
         "trust_remote_code": engine.trust_remote_code,
-        "speculative_config": speculative_config(layers),
-        "kv_transfer_config": kv_transfer_config(area),
         "skip_tokenizer_init": True,
     }
-    if 0 in layers and engine.vllm.get("enforce_eager") and device() == "cuda":
-        raise EngineError("engine.vllm.enforce_eager: vLLM overwrites layer 0 then; leave it off, or layer 0 out")
-    clash = sorted(set(ours) & set(engine.vllm))
+    clash = sorted((set(ours) | {"speculative_config", "kv_transfer_config"}) & set(engine.vllm))
     if clash:
         raise EngineError(f"engine.vllm.{clash[0]}: rayhs sets it itself; use the run file's own key")
     return {**ours, **engine.vllm}
+
+
+def engine_arguments(
+    config: RunConfig, dtype: str, layers: Sequence[int], area: StagingArea, metrics: bool = False
+) -> dict[str, Any]:
+    """`plain_arguments`, and the extraction of ``layers`` into ``area``.
+
+    Raises:
+        EngineError: also where vLLM would overwrite layer 0.
+    """
+    if 0 in layers and config.engine.vllm.get("enforce_eager") and device() == "cuda":
+        raise EngineError("engine.vllm.enforce_eager: vLLM overwrites layer 0 then; leave it off, or layer 0 out")
+    return {
+        **plain_arguments(config, dtype),
+        "speculative_config": speculative_config(layers),
+        "kv_transfer_config": kv_transfer_config(area, metrics),
+    }
 
 
 def _cpu_cache_gib() -> int:
@@ -109,6 +129,15 @@ def _executor(engine: EngineConfig) -> str | None:
     return "mp" if engine.distributed_executor == "auto" else engine.distributed_executor
 
 
+def prepare_vllm() -> None:
+    """Set what vLLM reads from the environment; before it is imported."""
+    # A forked core hangs for ever once its parent has run torch.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if device() == "cpu":
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_cpu_cache_gib()))
+
+
 def device() -> str:
     """``cpu`` where vLLM's CPU build is installed, else ``cuda``."""
     try:
@@ -121,23 +150,27 @@ def device() -> str:
 class VllmEngine:
     """vLLM's AsyncLLM; its core runs in a process of its own, started by spawn."""
 
-    def __init__(self, config: RunConfig, dtype: str, layers: Sequence[int], area: StagingArea) -> None:
-        self._arguments = engine_arguments(config, dtype, layers, area)
+    def __init__(
+        self, config: RunConfig, dtype: str, layers: Sequence[int], area: StagingArea, metrics: bool = False
+    ) -> None:
+        self._arguments = engine_arguments(config, dtype, layers, area, metrics)
         self._generated = config.engine.include_generated
         self._llm: Any = None
 
     async def start(self) -> None:
-        # A forked core hangs for ever once its parent has run torch.
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        if device() == "cpu":
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_cpu_cache_gib()))
+        prepare_vllm()
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
             # In a thread: it takes a minute, in which the replica may be told to stop.
-            self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, AsyncEngineArgs(**self._arguments))
+            # As for offline work: else vLLM takes 2048 tokens a step and 128 sequences, whatever the GPU.
+            self._llm = await asyncio.to_thread(
+                AsyncLLM.from_engine_args,
+                AsyncEngineArgs(**self._arguments),
+                usage_context=UsageContext.LLM_CLASS,
+            )
         except (RuntimeError, ValueError, TypeError, OSError, AssertionError, NotImplementedError) as error:
             raise EngineError(f"vLLM did not start: {one_line(error)}") from error
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import threading
 import warnings
@@ -22,6 +21,7 @@ from rayhs.job import Job, Receipt
 from rayhs.layout import ShardId
 from rayhs.log import configure
 from rayhs.replica import Replica
+from rayhs.warm_start import Begin
 
 if TYPE_CHECKING:
     import ray.data
@@ -42,9 +42,12 @@ class Extractor:
         self._loop = asyncio.new_event_loop()
         self._cores: CoreClaim | None = None
         self._refusal = ""
+        self._stop, self._name = stop, secrets.token_hex(8)
         self._replica = self._make_replica()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="rayhs-loop").start()
-        self._stop, self._name = stop, secrets.token_hex(8)
+        if self._replica is not None and job.measured:
+            # Before its first shard: all begin together, and there may be none for some.
+            asyncio.run_coroutine_threadsafe(self._replica.ready(), self._loop)
         if self._replica is not None:
             asyncio.run_coroutine_threadsafe(_stop_when_told(self._replica, stop, self._name), self._loop)
 
@@ -52,10 +55,9 @@ class Extractor:
         try:
             if self._plan.engine_cores:
                 self._cores = CoreClaim(self._plan.engine_cores)
-                os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cores.thread_binding(
-                    self._job.config.engine.tensor_parallel_size
-                )
-            return Replica(self._job, self._plan.most_on(_own_node()))
+                self._cores.bind(self._job.config.engine.tensor_parallel_size)
+            begin = _beginning(self._stop, self._plan.replicas[0]) if self._job.measured else None
+            return Replica(self._job, self._plan.most_on(_own_node()), begin)
         except EngineError as error:
             self._refusal = str(error)  # told in the receipts: Ray would bury an actor's constructor error
             return None
@@ -74,6 +76,13 @@ class Extractor:
         if self._replica is not None and self._loop.is_running():
             asyncio.run_coroutine_threadsafe(self._replica.stop(), self._loop).result(timeout=30)
             self._stop.leave.remote(self._name)
+
+
+def _beginning(stop: Any, replicas: int) -> Begin:
+    async def begin() -> None:
+        await stop.begin.remote(replicas)
+
+    return begin
 
 
 async def _stop_when_told(replica: Replica, stop: Any, name: str) -> None:
@@ -163,6 +172,10 @@ class ReplicaPlan:
         """vLLM's distributed executor."""
         return "ray" if self.bundles else "mp"
 
+    def resources(self) -> dict[str, Any]:
+        """Ray's ``num_cpus`` and ``num_gpus`` of an actor; what is in bundles is not counted again."""
+        return {"num_cpus": 0 if self.bundles else self.cpus, "num_gpus": self.gpus or None}
+
     def actor_arguments(self) -> dict[str, Any]:
         """Remote arguments of one more actor; retries are bounded, Ray's defaults are not."""
         arguments: dict[str, Any] = {"max_restarts": _ACTOR_RESTARTS, "max_task_retries": _ACTOR_RESTARTS}
@@ -195,8 +208,7 @@ def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan, stop: Any
             batch_size=1,  # Ray gathers blocks into one task until they have as many rows
             batch_format="numpy",
             compute=pool,
-            num_cpus=0 if plan.bundles else plan.cpus,
-            num_gpus=plan.gpus or None,
+            **plan.resources(),
             ray_remote_args_fn=plan.actor_arguments,
         )
 

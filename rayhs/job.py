@@ -37,11 +37,15 @@ _REPEATED_IDENTITY = {
 
 @dataclass(frozen=True)
 class Job:
-    """All a replica needs to know of a run; travels to the actors."""
+    """All a replica needs to know of a run; travels to the actors.
+
+    ``measured``: engines are warmed up, replicas begin together, and receipts carry `rayhs.metrics`.
+    """
 
     config: RunConfig
     model: ModelInfo
     dataset: DatasetRecord
+    measured: bool = False
 
     @property
     def shard_spec(self) -> ShardSpec:
@@ -88,7 +92,8 @@ class Receipt:
     """What became of one shard; the only thing a replica sends back.
 
     ``replica`` tells the replicas of a run apart; ``started`` is the Unix time at which the shard was
-    begun, with the engine up, and ``seconds`` what it took.
+    begun, with the engine up, and ``seconds`` what it took. ``metrics`` are the JSON of the replica's
+    `rayhs.metrics.Totals` so far, where the job is measured.
     ``error`` tells why it was not committed; ``fatal`` that no other shard of the run will be either.
     """
 
@@ -102,6 +107,7 @@ class Receipt:
     seconds: float = 0.0
     error: str = ""
     fatal: bool = False
+    metrics: str = ""
 
     def as_row(self) -> dict[str, object]:
         return asdict(self)

@@ -81,6 +81,11 @@ class EngineKeeper:
                 self._count(error)
                 await running.engine.stop()
 
+    @property
+    def staging(self) -> Path | None:
+        """Where the engine that runs stages its samples."""
+        return self._running.area.directory if self._running else None
+
     def sample_done(self) -> None:
         self._in_a_row = 0
 

@@ -7,7 +7,6 @@ and the row group can't bear out is refused.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 
 from rayhs.errors import FormatError, one_line
 from rayhs.parquet_footer import Chunk, Compact, Group, field_of
+from rayhs.seekable import SeekableFile
 
 Buffer = bytes | memoryview
 
@@ -142,27 +142,12 @@ def _text_bytes(chunk: pa.Array) -> int:
     return int(lengths[np.asarray(chunk.indices.drop_null(), np.int64)].sum())
 
 
-class _FetchedParts(io.RawIOBase):
+class _FetchedParts(SeekableFile):
     """The parts of an object that were fetched, at their places; reading elsewhere is an OSError."""
 
     def __init__(self, parts: Mapping[int, Buffer], object_bytes: int) -> None:
+        super().__init__(object_bytes)
         self._parts = {start: memoryview(data) for start, data in parts.items()}
-        self._size = object_bytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = base + offset
-        return self._position
 
     def read(self, size: int = -1) -> Any:
         for start, data in self._parts.items():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,7 +102,7 @@ def run_extract(config: RunConfig, on_progress: OnProgress = _ignore, repair_fir
         repair_first: read and check every object that is there, and make what is damaged anew.
     """
     run = _Run(config, on_progress, repair_first)
-    with cluster(config) as join:
+    with run.cluster() as join:
         if repair_first:
             run.repair(join)
         dataset, done = run.existing, Tally(total=0)
@@ -115,12 +116,23 @@ def run_extract(config: RunConfig, on_progress: OnProgress = _ignore, repair_fir
     return RunResult(run.store.uri, summary, code)
 
 
+def run_measured(config: RunConfig, on_progress: OnProgress = _ignore) -> Tally:
+    """As `run_extract`, with warm engines that begin together and `Tally.metrics`; for `rayhs bench`."""
+    run = _Run(config, on_progress)
+    with run.cluster() as join:
+        join()
+        dataset, _ = run.ensure_plan()
+        done = run.extract_missing(dataset, measured=True)
+    run.finish(dataset, done)
+    return done
+
+
 def run_plan(config: RunConfig, on_progress: OnProgress = _ignore) -> PlanResult:
     """Tokenise and cut into shards, or read the plan that is there."""
     run = _Run(config, on_progress)
     dataset, reasons = run.existing, Counter[str]()
     if dataset is None:
-        with cluster(config) as join:
+        with run.cluster() as join:
             join()
             dataset, reasons = run.ensure_plan()
     plan = dataset.plan
@@ -159,6 +171,17 @@ class _Run:
         self.existing: DatasetRecord | None = self._unless_damaged(self._existing, repairing)
         self.summary: Summary | None = self._unless_damaged(lambda: read_summary(self.store), repairing)
         self.summary_stands = self.summary is not None
+
+    @contextmanager
+    def cluster(self) -> Iterator[Callable[[], None]]:
+        """As `rayhs.cluster.cluster`, joined with a word of it."""
+        with cluster(self.config) as join:
+
+            def told() -> None:
+                self.on_progress(Progress("preparing", 0, None, message="Ray"))
+                join()
+
+            yield told
 
     def _refuse_staging(self) -> None:
         # Elsewhere the replicas look for themselves, each on its node.
@@ -261,23 +284,23 @@ class _Run:
         committed = set(committed_shards(self.store))
         return [shard for shard in dataset.plan.shard_ids() if shard not in committed]
 
-    def extract_missing(self, dataset: DatasetRecord) -> Tally:
+    def extract_missing(self, dataset: DatasetRecord, measured: bool = False) -> Tally:
         missing = self.missing_shards(dataset)
-        done = Tally(total=dataset.plan.samples - dataset.plan.rejected)
+        done = Tally(total=len(missing))
         if missing:
             # Where a commit record was removed to redo a shard, readers must not take index and summary for valid.
             self.store.delete([SUMMARY])
-            self._extract(dataset, missing, done)
+            self._extract(dataset, missing, done, measured)
         return done
 
-    def _extract(self, dataset: DatasetRecord, missing: list[ShardId], done: Tally) -> None:
+    def _extract(self, dataset: DatasetRecord, missing: list[ShardId], done: Tally, measured: bool) -> None:
         import ray
         from ray.exceptions import RayError
 
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         replicas = ReplicaPlan(self.config, nodes, device())
         engine = self.config.engine.model_copy(update={"distributed_executor": replicas.executor})
-        job = Job(self.config.model_copy(update={"engine": engine}), self.model, dataset)
+        job = Job(self.config.model_copy(update={"engine": engine}), self.model, dataset, measured)
         self.on_progress(Progress("starting", 0, replicas.replicas[1], message=f"{len(missing)} shards to extract"))
         try:
             with graceful_stop() as stop:

@@ -6,9 +6,10 @@ No Ray here: `rayhs.extractor` wraps it into an actor, tests run it as it is.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -33,6 +34,7 @@ from rayhs.job import Job, Receipt, staging_bytes
 from rayhs.keeper import EngineKeeper, Running
 from rayhs.layout import PLANNED, CommitRecord, ShardId, commit_name, new_attempt
 from rayhs.log import logger
+from rayhs.metrics import Metrics, Totals, read_metrics
 from rayhs.quarantine import Results, run_all
 from rayhs.reading.catalog import read_commit
 from rayhs.reading.plan_reader import PlanReader
@@ -41,6 +43,7 @@ from rayhs.staging import OwnedDirectory, StagingArea
 from rayhs.store import Store, open_store
 from rayhs.streak import Streak
 from rayhs.turns import Turns
+from rayhs.warm_start import Begin, WarmStart
 
 _MOST_STORE_FAILURES = 3  # shards in a row; each has had its attempts and the store's own retries
 _RETRY_WAIT_S = (1.0, 30.0)  # first and longest wait, doubled each time, between uploads of a shard
@@ -57,7 +60,8 @@ class _HandedBack(Exception):
 class Replica:
     """Extracts shards, several at once. All methods run on one event loop."""
 
-    def __init__(self, job: Job, replicas_per_node: int = 1) -> None:
+    def __init__(self, job: Job, replicas_per_node: int = 1, begin: Begin | None = None) -> None:
+        """``begin`` is awaited once the engine is warm; without it no engine is warmed up."""
         self._job = job
         self._spec = job.shard_spec
         self._store: Store = open_store(job.config.output, job.config.storage)
@@ -66,6 +70,9 @@ class Replica:
         self._owned = OwnedDirectory(job.config.staging.path)
         self.budget = ByteBudget(limit)
         self._keeper = EngineKeeper(self._make_engine, self._owned.path, limit)
+        self._warm_start = WarmStart(self._keeper, begin) if begin is not None else None
+        self._metrics = Metrics()
+        self._running_samples = 0
         self._turns = Turns()
         self._streak = Streak(job.config.engine.max_consecutive_failures)
         self._store_failures = 0
@@ -73,7 +80,8 @@ class Replica:
         self._active: set[asyncio.Task[Any]] = set()
 
     def _make_engine(self, area: StagingArea) -> Engine:
-        return make_engine(self._job.config, self._job.model, self._job.dataset.layers, area)
+        job = self._job
+        return make_engine(job.config, job.model, job.dataset.layers, area, job.measured)
 
     async def run_shard(self, shard: ShardId) -> Receipt:
         """Extract and commit one shard; what goes wrong with it, the engine or the store is in the receipt."""
@@ -115,17 +123,30 @@ class Replica:
         started = time.time()
         committed = await self._unless_stopped(asyncio.to_thread(self._committed, shard))
         if committed is not None:  # Ray runs a dead actor's tasks again, finished shards of theirs too
-            return _receipt(committed, started)
-        await self._unless_stopped(self._keeper.ready())
+            return self._receipt(committed, started)
+        await self._unless_stopped(self.ready())
         started = time.time()
         async with AsyncExitStack() as held:
             results = await self._unless_stopped(self._extract(shard, held))
             self._streak.refuse(any(isinstance(result, FailedSample) for result in results))
-            record = await self._commit(shard, results)
+            with self._metrics.timed("to store"):
+                record = await self._commit(shard, results)
+            self._metrics.add("to store", 0.0, record.object_bytes)
         self._store_failures = 0
         self._streak.committed(record)
         self._streak.refuse("failed" in record.status)
-        return _receipt(record, started)
+        return self._receipt(record, started)
+
+    async def ready(self) -> None:
+        """Start the engine; of a measured job, warm it up and wait for the other replicas.
+
+        Raises:
+            EngineError: as `EngineKeeper.ready`.
+        """
+        await self._keeper.ready()
+        if self._warm_start is not None:
+            rows = await asyncio.to_thread(self._plan.rows, self._job.dataset.plan.shard_ids()[0], _PLAN_COLUMNS)
+            await self._warm_start.wait(planned_samples(rows))
 
     def _committed(self, shard: ShardId) -> CommitRecord | None:
         try:
@@ -182,13 +203,28 @@ class Replica:
     async def _run_sample(self, key: str, planned: PlannedSample, running: Running, results: Results) -> None:
         try:
             token_ids: list[int] = planned.token_ids.tolist()
-            await running.engine.extract(key, token_ids)
+            with self._engine_used():
+                await running.engine.extract(key, token_ids)
             memory = await running.arrivals.wait(key)
-            results[planned.index] = await asyncio.to_thread(read_staged, memory, planned, self._spec)
+            results[planned.index] = await asyncio.to_thread(self._read, memory, planned)
             self._streak.good()
         except SampleError as error:
             self._fail(results, planned, str(error))
         self._keeper.sample_done()
+
+    @contextmanager
+    def _engine_used(self) -> Iterator[None]:
+        self._running_samples += 1
+        self._metrics.waiting("engine idle", False)
+        try:
+            yield
+        finally:
+            self._running_samples -= 1
+            self._metrics.waiting("engine idle", self._running_samples == 0)
+
+    def _read(self, memory: memoryview, planned: PlannedSample) -> GoodSample:
+        with self._metrics.timed("check", len(memory)):
+            return read_staged(memory, planned, self._spec)
 
     def _fail(self, results: Results, planned: PlannedSample, reason: str) -> None:
         results[planned.index] = FailedSample(planned, reason)
@@ -230,17 +266,21 @@ class Replica:
             staged += tokens * len(record.layers) * record.hidden_size * STATE_DTYPES[record.dtype].itemsize
         return min(staged, self.budget.limit)
 
+    def _receipt(self, record: CommitRecord, started: float) -> Receipt:
+        return Receipt(
+            shard=record.shard,
+            samples=len(record.index),
+            failed=record.status.count("failed"),
+            tokens=sum(record.good_tokens),
+            bytes=record.object_bytes,
+            started=started,
+            seconds=time.time() - started,
+            metrics=json.dumps(self._all_metrics()) if self._job.measured else "",
+        )
 
-def _receipt(record: CommitRecord, started: float) -> Receipt:
-    return Receipt(
-        shard=record.shard,
-        samples=len(record.index),
-        failed=record.status.count("failed"),
-        tokens=sum(record.good_tokens),
-        bytes=record.object_bytes,
-        started=started,
-        seconds=time.time() - started,
-    )
+    def _all_metrics(self) -> Totals:
+        staging = self._keeper.staging
+        return {**self._metrics.totals(), **(read_metrics(staging) if staging else {})}
 
 
 def planned_samples(rows: pa.Table) -> list[PlannedSample]:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import time
+import json
 from dataclasses import dataclass
 from typing import Literal
 
 from rayhs.job import Receipt
+from rayhs.metrics import Totals
 
-Phase = Literal["checking", "planning", "starting", "extracting", "indexing"]
+Phase = Literal["checking", "preparing", "planning", "starting", "extracting", "indexing", "measuring"]
 
 
 @dataclass(frozen=True)
 class Progress:
     """One step of a run.
 
-    ``done`` of ``total`` count shards (checking), rows (planning), replicas (starting), samples (extracting) or files
-    (indexing); ``tokens`` and ``bytes`` are committed by this run so far, at ``tokens_per_second`` since
-    its first shard was begun.
+    ``done`` of ``total`` count shards (checking, extracting), rows (planning), replicas (starting), files (indexing) or
+    rounds (measuring); when extracting, ``total`` are the shards that had no commit record. ``samples``, ``tokens`` and
+    ``bytes`` are committed by this run so far, at ``tokens_per_second`` since its first shard was begun.
     """
 
     phase: Phase
     done: int
     total: int | None
+    samples: int = 0
     tokens: int = 0
     bytes: int = 0
     tokens_per_second: float = 0.0
@@ -30,17 +32,19 @@ class Progress:
 
 
 class Tally:
-    """Receipts added up; keeps nothing a shard but the errors.
+    """Receipts of ``total`` shards added up; keeps nothing a shard but the errors.
 
-    ``seconds`` run from the first shard begun (an engine is up) to the last receipt.
+    ``seconds`` run from the first shard begun (an engine is up) to the last one committed, by the
+    clocks of the replicas. ``metrics`` are the last of each replica, where the job is measured.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.seconds = 0.0
-        self._first = float("inf")
+        self._first, self._last = float("inf"), 0.0
         self.shards = self.samples = self.tokens = self.bytes = 0
         self.errors: dict[str, str] = {}
+        self.metrics: dict[str, Totals] = {}
         self.fatal = ""
 
     @property
@@ -48,7 +52,9 @@ class Tally:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def progress(self) -> Progress:
-        return Progress("extracting", self.samples, self.total, self.tokens, self.bytes, self.tokens_per_second)
+        return Progress(
+            "extracting", self.shards, self.total, self.samples, self.tokens, self.bytes, self.tokens_per_second
+        )
 
     def add(self, receipt: Receipt) -> None:
         self.shards += not receipt.error
@@ -57,7 +63,10 @@ class Tally:
         self.bytes += int(receipt.bytes)
         if receipt.started:
             self._first = min(self._first, float(receipt.started))
-            self.seconds = time.time() - self._first
+            self._last = max(self._last, receipt.started + receipt.seconds)
+            self.seconds = self._last - self._first
+        if receipt.metrics:
+            self.metrics[receipt.replica] = json.loads(receipt.metrics)
         if receipt.error:
             self.errors[receipt.shard] = receipt.error
         if receipt.fatal:

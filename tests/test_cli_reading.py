@@ -180,6 +180,7 @@ def test_interrupted(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rayhs", "extract", str(pipe)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "."})
     with pipe.open("w"):  # opens once the command has opened it to read
+        time.sleep(1)  # Python misses a signal that comes just before a call that blocks
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=90)
     assert process.returncode == EXIT_INTERRUPTED
@@ -247,10 +248,10 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     captured = capsys.readouterr()
     lines = [line[line.index("]") + 2 :] for line in captured.err.splitlines()]
     assert captured.out == "" and 5 <= len(lines) < 50
-    assert lines[0] == "preparing: model, prompts and Ray" and lines[1] == "planning: ..."
-    assert lines[2].startswith("extracting: 0 of 1,000 samples")
+    assert lines[0] == "preparing: model and prompts" and lines[1] == "planning: ..."
+    assert lines[2].startswith("extracting: 0 of 1,000 shards")
     assert len(lines) - len(set(lines)) >= 1, "a beat repeats the last line"
-    assert lines[-1].startswith("extracting: 1,000 of 1,000 samples, 10,000 tokens") and lines[-1].endswith("2.0 MiB")
+    assert lines[-1].startswith("extracting: 1,000 of 1,000 shards, 10,000 tokens") and lines[-1].endswith("2.0 MiB")
     assert sum(line.startswith("extracting: 1,000 of") for line in lines) == 1
 
 

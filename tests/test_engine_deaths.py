@@ -47,7 +47,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CountedEngine]]:
     class Counted(CountedEngine):
         pass
 
-    def make(config: Any, model: Any, layers: Sequence[int], area: Any) -> FakeEngine:
+    def make(config: Any, model: Any, layers: Sequence[int], area: Any, metrics: bool) -> FakeEngine:
         return Counted(area, layers, HIDDEN, "float32")
 
     monkeypatch.setattr("rayhs.replica.make_engine", make)

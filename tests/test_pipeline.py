@@ -80,12 +80,14 @@ def test_prompts_become_a_dataset(tmp_path: Path) -> None:
     assert result.summary.tokens == sum(map(len, prompts))
     assert_complete(tmp_path / "out", prompts)
     assert [p for i, p in enumerate(s.phase for s in seen) if i == 0 or seen[i - 1].phase != p] == [
+        "preparing",
         "planning",
         "starting",
         "extracting",
         "indexing",
     ]
-    assert seen[-2].done == 60 and seen[-2].tokens == result.summary.tokens
+    assert seen[-2].done == seen[-2].total == result.summary.shards
+    assert seen[-2].samples == 60 and seen[-2].tokens == result.summary.tokens
 
 
 def test_extract_takes_keywords_or_a_run_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rayhs.cli import app
 from rayhs.config import parse_config
 from rayhs.errors import FormatError
 from rayhs.indexing import write_index
-from rayhs.layout import DATASET, ShardId, commit_name, index_name, samples_name
+from rayhs.layout import DATASET, CommitRecord, ShardId, commit_name, index_name, object_name, samples_name
 from rayhs.pipeline import run_extract
 from rayhs.repair import find_damage, take_out
 from rayhs.store import open_store
@@ -102,6 +102,23 @@ class TestWholeRun:
         result = run_extract(parse_config(yaml.safe_load(file.read_text())), repair_first=True)
         assert result.exit_code == 0 and result.summary.ok == 100
         assert {p: p.stat().st_mtime_ns for p in kept} == kept
+        assert verify(str(root)).ok
+        assert_complete(root, prompts)
+
+    def test_a_record_replaced_after_it_was_indexed(self, finished: tuple[Path, list[list[int]], Path]) -> None:
+        """By a zombie, on a server that ignores conditions: nothing is extracted again, the index follows."""
+        root, prompts, file = finished
+        record = root / commit_name(VICTIM)
+        commit = CommitRecord.from_bytes(record.read_bytes(), str(record))
+        other = object_name(VICTIM, "e" * 16, "safetensors")
+        (root / other).write_bytes(shard_object(root, VICTIM).read_bytes())
+        record.write_bytes(commit.model_copy(update={"attempt": "e" * 16, "object": other}).to_bytes())
+        objects = {p: p.stat().st_mtime_ns for folder in ("shards", "commits") for p in (root / folder).iterdir()}
+        told = CliRunner().invoke(app, ["verify", str(root)])
+        assert told.exit_code == 4 and index_name(VICTIM.file) in told.stdout
+        assert_complete(root, prompts)
+        assert run_extract(parse_config(yaml.safe_load(file.read_text())), repair_first=True).exit_code == 0
+        assert {p: p.stat().st_mtime_ns for p in objects} == objects
         assert verify(str(root)).ok
         assert_complete(root, prompts)
 

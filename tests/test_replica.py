@@ -164,7 +164,7 @@ def test_a_failure_handed_over_by_the_connector_fails_the_sample(
                 await super().extract(key, token_ids)
 
     monkeypatch.setattr(
-        "rayhs.replica.make_engine", lambda c, m, layers, area: Failing(area, layers, HIDDEN, "float32")
+        "rayhs.replica.make_engine", lambda c, m, layers, area, metrics: Failing(area, layers, HIDDEN, "float32")
     )
     job = make_job(tmp_path, [[1, 2], list(range(7)), list(range(9)), [3, 4, 5]])
     receipts, _ = run_all(job)

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from rayhs import __version__, log
 from rayhs.config import StorageConfig
-from rayhs.errors import EXIT_INTERRUPTED, RayhsError
+from rayhs.errors import EXIT_INTERRUPTED, ConfigError, RayhsError
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)]
 Override = Annotated[
@@ -143,6 +143,42 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@app.command()
+def bench(
+    run: RunFile,
+    override: Override = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many random prompts.")] = 512,
+    lengths: Annotated[str, typer.Option(metavar="MIN:MAX", help="Their lengths in tokens.")] = "512:3584",
+    own_prompts: Annotated[bool, typer.Option("--own-prompts", help="All prompts of the run file instead.")] = False,
+    peer: Annotated[
+        list[str] | None, typer.Option(metavar="stock", help="Measure vLLM's example connector too.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 1,
+    json: Json = False,
+) -> None:
+    """Speed of extraction beside plain prefill, on this cluster and model; and what holds it up.
+
+    Random prompts need no data and no weights (engine.vllm.load_format: dummy). What is stored goes
+    beside the run file's output, and is removed again.
+    """
+    from rayhs.cli.output import print_bench, print_json, results_apart
+
+    config = _run_config(run, override, None)
+    with results_apart() as out:
+        from rayhs.bench import Workload, parse_lengths, run_bench
+        from rayhs.cli.progress import RunProgress
+
+        if any(name != "stock" for name in peer or ()):
+            raise ConfigError(f"--peer {peer}: the only other connector that can be measured is stock")
+        workload = None if own_prompts else Workload(samples, *parse_lengths(lengths))
+        with RunProgress() as progress, _terminable():
+            report = run_bench(config, workload, progress, rounds=rounds, stock=bool(peer))
+        if json:
+            print_json(report.to_dict(), out)
+        else:
+            print_bench(report, out)
 
 
 @app.command()

@@ -8,7 +8,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from rayhs.bench import BenchReport
     from rayhs.gc import GcReport
     from rayhs.pipeline import PlanResult, RunResult
     from rayhs.report import StatusReport
@@ -93,6 +94,31 @@ def print_plan(result: PlanResult, out: TextIO) -> None:
         "output": result.uri,
     }
     _print_pairs(rows, out)
+
+
+def print_bench(report: BenchReport, out: TextIO) -> None:
+    ratio = "" if report.ratio is None else f"   {report.ratio:.3f} of plain"
+    stock = "" if report.stock_ratio is None else f"   {report.stock_ratio:.3f} of plain"
+    rows = {
+        "model": f"{report.model}, {report.dtype}, layers {', '.join(map(str, report.layers))}",
+        "on": f"{report.replicas} x {report.tensor_parallel_size} {report.device}",
+        "prompts": f"{report.samples:,}, {report.tokens:,} tokens, {nbytes(report.state_bytes)} of states",
+        "plain vLLM": _rates(report.plain),
+        "rayhs": _rates(report.rayhs) + ratio,
+        "stock": _rates(report.stock) + stock,
+        "bottleneck": report.bottleneck,
+    }
+    _print_pairs({key: value for key, value in rows.items() if value}, out)
+    table = Table("stage", "seconds", "of the run", "moved", "a second", box=None)
+    for stage in report.stages:
+        rate = nbytes(stage.bytes / stage.seconds) if stage.bytes and stage.seconds else ""
+        moved = nbytes(stage.bytes) if stage.bytes else ""
+        table.add_row(stage.stage, f"{stage.seconds:,.1f}", f"{stage.seconds / report.seconds:.1%}", moved, rate)
+    Console(file=out, highlight=False).print(table)
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return f"{' / '.join(f'{rate:,.0f}' for rate in rates)} tokens/s" if rates else ""
 
 
 def print_status(result: StatusReport) -> None:

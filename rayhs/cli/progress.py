@@ -23,8 +23,9 @@ _UNITS = {
     "checking": "shards",
     "planning": "rows",
     "starting": "replicas",
-    "extracting": "samples",
+    "extracting": "shards",
     "indexing": "files",
+    "measuring": "rounds",
 }
 
 
@@ -96,7 +97,7 @@ class RunProgress(_Display):
 
     def __enter__(self) -> RunProgress:
         self._enter()
-        self.update("preparing", 0, None, "model, prompts and Ray")
+        self.update("preparing", 0, None, "model and prompts")
         return self
 
     def __init__(self) -> None:
@@ -114,6 +115,8 @@ class RunProgress(_Display):
         if progress.done or progress.total:
             of = f" of {progress.total:,}" if progress.total is not None else ""
             parts.append(f"{progress.done:,}{of} {_UNITS.get(progress.phase, '')}".rstrip())
+        if progress.samples:
+            parts.append(f"{progress.samples:,} samples")
         if progress.tokens:
             parts.append(f"{progress.tokens:,} tokens")
         if progress.tokens_per_second:

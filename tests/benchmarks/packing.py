@@ -71,7 +71,7 @@ def plain_write(source: Path, target: Path) -> float:
 
 def committed(job: Job, source: Path) -> tuple[float, int]:
     Prestaged.source = source
-    rayhs.replica.make_engine = lambda config, model, layers, area: Prestaged(area, LAYERS, HIDDEN, "float32")
+    rayhs.replica.make_engine = lambda config, model, layers, area, metrics: Prestaged(area, LAYERS, HIDDEN, "float32")
 
     async def run() -> tuple[float, int]:
         replica = Replica(job)

@@ -1,0 +1,112 @@
+"""`rayhs bench` on the shapes of Qwen3 with dummy weights: states into a folder in memory. Needs a GPU, no network.
+
+python tests/benchmarks/gpu.py OUT CASE...     # cases: see CASES; writes OUT/<case>.json, prints a line each
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 151936,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+    },
+}
+MIXED = ["--lengths", "512:3584"]
+# Name: shape, changes of the run file, arguments of rayhs bench.
+CASES: dict[str, tuple[str, list[str], list[str]]] = {
+    "0.6b": ("qwen3-0.6b", [], ["--samples", "1500", *MIXED]),
+    "8b": ("qwen3-8b", [], ["--samples", "400", *MIXED]),
+    "0.6b-tp2": ("qwen3-0.6b", ["engine.tensor_parallel_size=2"], ["--samples", "2000", *MIXED]),
+    "8b-tp2": ("qwen3-8b", ["engine.tensor_parallel_size=2"], ["--samples", "600", *MIXED]),
+    "0.6b-x2": ("qwen3-0.6b", ["cluster.replicas=2"], ["--samples", "3000", *MIXED]),
+    "8b-x2": ("qwen3-8b", ["cluster.replicas=2"], ["--samples", "800", *MIXED]),
+}
+
+
+def run_file(folder: Path, shape: str) -> Path:
+    model = folder / shape
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps({**QWEN3, **SHAPES[shape]}))
+    settings = {
+        "model": str(model),
+        "prompts": {"rows": [{"ids": [1]}], "token_ids": "ids"},
+        "layers": ["eagle3", "last"],
+        "output": "/dev/shm/rayhs-bench",
+        "engine": {"max_model_len": 4096, "vllm": {"load_format": "dummy", "enforce_eager": True}},
+        "cluster": {"address": "local"},
+    }
+    path = folder / f"{shape}.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def measure(folder: Path, out: Path, case: str, extra: list[str]) -> None:
+    shape, changes, arguments = CASES[case]
+    options = [word for change in changes for word in ("--set", change)]
+    command = [sys.executable, "-m", "rayhs", "bench", str(run_file(folder, shape)), *options, *arguments, *extra]
+    started = time.monotonic()
+    with (out / f"{case}.log").open("w") as log:
+        done = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, stderr=log, text=True, check=False)
+    took = time.monotonic() - started
+    if done.returncode != 0:
+        print(f"{case}: exit code {done.returncode} after {took:.0f} s; {(out / f'{case}.log').read_text()[-2000:]}")
+        return
+    (out / f"{case}.json").write_text(done.stdout)
+    report = json.loads(done.stdout)
+    stages = {s["stage"]: (round(s["seconds"], 2), round(s["bytes"] / 1e9, 1)) for s in report["stages"]}
+    keys = ("plain", "rayhs", "stock", "ratio", "stock_ratio", "seconds", "tokens", "bottleneck")
+    print(json.dumps({"case": case, "command_s": round(took), **{k: report[k] for k in keys}, "stages": stages}))
+
+
+def main() -> None:
+    out, *words = sys.argv[1:]
+    cases = [word for word in words if word in CASES]
+    extra = [word for word in words if word not in CASES]
+    Path(out).mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp())
+    for case in cases:
+        measure(folder, Path(out), case, extra)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
