@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rayhs.cluster import cluster
-from rayhs.config import RunConfig, fake_shape
+from rayhs.config import PromptsConfig, RunConfig, fake_shape
 from rayhs.engine import device
 from rayhs.errors import ConfigError, EngineError, one_line
 from rayhs.extractor import ReplicaPlan
@@ -120,9 +120,11 @@ def run_bench(
         stock: measure vLLM's example connector too, into the staging file system.
 
     Raises:
-        ConfigError: prompts too long for the engine.
+        ConfigError: prompts too long for the engine; ``stock`` without a GPU.
         RayhsError: as `rayhs.pipeline.run_extract`; also where an engine without rayhs does not start.
     """
+    if stock and (device() == "cpu" or fake_shape(config.model)):
+        raise ConfigError("--peer stock: vLLM's example connector needs a GPU")
     model = describe_model(config)
     if workload is not None:
         config = _with_prompts(config, model, workload)
@@ -192,11 +194,12 @@ class _Bench:
     @contextmanager
     def _peers(self, kind: PeerKind, shares: Sequence[list[list[int]]]) -> Iterator[list[Any]]:
         import ray
-        from ray.exceptions import RayError
+        from ray.exceptions import RayError, RayTaskError
 
         layers = resolve_layers(self._config.layers, self._model.num_layers)
         executor = self._config.engine.model_copy(update={"distributed_executor": self._plan.executor})
-        job = PeerJob(kind, self._config.model_copy(update={"engine": executor}), self._model, layers)
+        config = self._config.model_copy(update={"engine": executor, "prompts": PromptsConfig(path="")})
+        job = PeerJob(kind, config, self._model, layers)
         self._on_progress(Progress("starting", 0, len(shares), message=f"{kind} vLLM"))
         peers = []
         try:
@@ -207,8 +210,10 @@ class _Bench:
             self._device = ray.get(peers[0].device.remote())
             yield peers
             ray.get([peer.stop.remote() for peer in peers])
+        except RayTaskError as error:
+            raise EngineError(f"{kind} vLLM: {one_line(error.cause, 300)}") from error
         except RayError as error:
-            raise EngineError(f"{kind} vLLM failed: {one_line(error, 300)}") from error
+            raise EngineError(f"{kind} vLLM: {one_line(error, 300)}") from error
         finally:
             for peer in peers:
                 ray.kill(peer)

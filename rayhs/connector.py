@@ -16,6 +16,7 @@ Usable without the rest of rayhs::
         "kv_connector_extra_config": {"staging_dir": "/dev/shm/states", "staging_bytes": 4294967296}}'
 
 The answer's ``kv_transfer_params.hidden_states_path`` names the file; whoever reads it deletes it.
+With ``"preallocate": true`` samples lie in one arena instead, for a reader that uses `StagingArea`.
 A request may name its file with ``kv_transfer_params: {"rayhs_key": "row-17"}`` and ask for the
 states of generated tokens with ``{"include_output_tokens": true}``.
 
@@ -43,11 +44,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from rayhs.copying import BlockCopier, CudaCopier, HostCopier, StateCache
+from rayhs.arena import NoRoomNow
+from rayhs.copying import BlockCopier, HostCopier, StateCache
+from rayhs.cuda_copying import CudaCopier
 from rayhs.errors import EngineError, SampleError
 from rayhs.log import logger
 from rayhs.metrics import Metrics, MetricsFile
-from rayhs.staging import NoRoomNow, StagingArea, is_key
+from rayhs.staging import StagingArea, is_key
 from rayhs.versions import check_vllm
 
 DEFAULT_STAGING_BYTES = 4 * 2**30
@@ -92,6 +95,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._area = StagingArea(
             extra("staging_dir", "/dev/shm/rayhs"), int(extra("staging_bytes", DEFAULT_STAGING_BYTES))
         )
+        self._preallocates = bool(extra("preallocate", False))
         self._pinned_bytes = int(extra("pinned_bytes", DEFAULT_PINNED_BYTES))
         self._metrics = Metrics()
         self._metrics_file = MetricsFile(self._area.directory, self._metrics) if extra("metrics", False) else None
@@ -143,7 +147,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._area.fail(key, f"not extracted: {reason}")
             return False, {"hidden_states_error": reason}
         self._finished.append(Save(request.request_id, key, list(token_ids), list(block_ids)))
-        return True, {"hidden_states_path": str(self._area.path(key))}
+        return True, {} if self._preallocates else {"hidden_states_path": str(self._area.path(key))}
 
     def _why_not(self, request: Any, token_ids: Any, block_ids: list[int], unwritten_from: int | None) -> str | None:
         if not token_ids:
@@ -171,6 +175,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         cache = StateCache(tensor, _block_axis(tensor, len(self._layers), self._block_size), tuple(self._layers))
         self._carries = get_tensor_model_parallel_rank() == 0
         if self._carries:
+            if self._preallocates:
+                self._area.preallocate()
             on_cuda = tensor.device.type == "cuda"
             self._copier = (
                 CudaCopier(cache, self._area, self._pinned_bytes, self._metrics)

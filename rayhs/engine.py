@@ -68,6 +68,7 @@ def kv_transfer_config(area: StagingArea, metrics: bool = False) -> dict[str, An
         "kv_connector_extra_config": {
             "staging_dir": str(area.directory),
             "staging_bytes": area.max_bytes,
+            "preallocate": True,
             "metrics": metrics,
         },
     }

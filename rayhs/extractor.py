@@ -49,7 +49,8 @@ class Extractor:
             # Before its first shard: all begin together, and there may be none for some.
             asyncio.run_coroutine_threadsafe(self._replica.ready(), self._loop)
         if self._replica is not None:
-            asyncio.run_coroutine_threadsafe(_stop_when_told(self._replica, stop, self._name), self._loop)
+            end = _stop_when_told(self._replica, self._cores, stop, self._name)
+            asyncio.run_coroutine_threadsafe(end, self._loop)
 
     def _make_replica(self) -> Replica | None:
         try:
@@ -85,13 +86,15 @@ def _beginning(stop: Any, replicas: int) -> Begin:
     return begin
 
 
-async def _stop_when_told(replica: Replica, stop: Any, name: str) -> None:
+async def _stop_when_told(replica: Replica, cores: CoreClaim | None, stop: Any, name: str) -> None:
     # No method: it would keep the Extractor alive, whose end Ray Data tells us by deleting it.
     from ray.exceptions import RayError
 
     with contextlib.suppress(RayError):  # the driver is gone, and with it the signal
         await stop.join.remote(name)
     await replica.hand_back()
+    if cores is not None:
+        cores.release()  # another engine may want them before Ray has ended this process
     with contextlib.suppress(RayError):
         await stop.leave.remote(name)
 

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from rayhs.arena import NoRoomNow
 from rayhs.codec import STATE_DTYPES, Array, build_header, staged_specs
 from rayhs.errors import EngineError, SampleError
-from rayhs.staging import NoRoomNow, StagingArea
+from rayhs.staging import StagingArea
 
 _BLOCKED_PAUSE_S = 0.05
 _THREADS = 8
@@ -53,7 +54,7 @@ class FakeEngine:
         self._threads = ThreadPoolExecutor(_THREADS)
 
     async def start(self) -> None:
-        return None
+        await asyncio.to_thread(self._area.preallocate)
 
     def is_dead(self) -> bool:
         return self._dead
@@ -77,7 +78,7 @@ class FakeEngine:
             staged = self._area.create(key, len(header) + sum(spec.nbytes for spec in specs))
         except NoRoomNow:
             return False
-        memory = memoryview(staged.buffer)
+        memory = staged.buffer
         memory[: len(header)] = header
         rows: list[Array] = [fake_states(token_ids, k, self._hidden, self._dtype) for k in self._layers]
         if NAN_TOKEN in token_ids:

@@ -15,7 +15,7 @@ from rayhs.log import logger
 from rayhs.model import ModelInfo
 from rayhs.shards import ShardSpec
 
-_STAGED_SHARDS = 4
+_STAGED_SHARDS = 8  # some in the engine, some on their way to the store
 _SHM_SHARE = 0.8
 
 # Of dataset.json, in every object's metadata: one that strays, or a damaged dataset.json, is noticed.
@@ -78,7 +78,7 @@ class Job:
 
     @property
     def wanted_staging_bytes(self) -> int:
-        """``staging.max_bytes``, or room for four of the largest shards."""
+        """``staging.max_bytes``, or room for eight of the largest shards."""
         return int(self.config.staging.max_bytes or max(self.largest_shard_bytes * _STAGED_SHARDS, 64 * 2**20))
 
     @property

@@ -14,7 +14,7 @@ Totals = dict[str, tuple[float, int]]
 """By stage: seconds, summed over its threads, and bytes (0 for stages that only wait)."""
 
 METRICS_FILE = "metrics.json"
-_WRITE_EVERY_S = 0.5
+_WRITE_EVERY_S = 0.1
 
 
 class Metrics:
@@ -61,7 +61,7 @@ class MetricsFile:
         self._due = 0.0
 
     def write(self) -> None:
-        """At most twice a second."""
+        """At most ten times a second."""
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + _WRITE_EVERY_S
             partial = self._path.with_suffix(".partial")

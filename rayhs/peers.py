@@ -33,18 +33,19 @@ class Peer:
 
     def __init__(self, job: PeerJob, plan: ReplicaPlan) -> None:
         self._job = job
-        self._cores = CoreClaim(plan.engine_cores) if plan.engine_cores else None
-        if self._cores is not None:
-            self._cores.bind(job.config.engine.tensor_parallel_size)
-        self._owned = OwnedDirectory(job.config.staging.path)
-        self._llm: Any = None
+        self._cores = CoreClaim(0)
+        self._engine_cores = plan.engine_cores
 
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
         """Start the engine and run a few prompts, reversed, so that nothing of them is in the prefix cache later."""
+        if self._engine_cores:
+            self._cores = CoreClaim(self._engine_cores)
+            self._cores.bind(self._job.config.engine.tensor_parallel_size)
+        self._owned = OwnedDirectory(self._job.config.staging.path)
         prepare_vllm()
         from vllm import LLM
 
-        self._llm = LLM(**self._arguments())
+        self._llm: Any = LLM(**self._arguments())
         self._generate([list(reversed(p)) for p in prompts[:_WARM_UP]])
 
     def device(self) -> str:
@@ -66,8 +67,7 @@ class Peer:
     def stop(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
         self._owned.remove()
-        if self._cores is not None:
-            self._cores.release()
+        self._cores.release()
 
     def _arguments(self) -> dict[str, Any]:
         job = self._job

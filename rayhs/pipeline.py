@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rayhs import gc, repair
 from rayhs.cluster import cluster, graceful_stop
 from rayhs.codec import STATE_DTYPES
-from rayhs.config import RunConfig, fake_shape, load_config, parse_config
+from rayhs.config import PromptsConfig, RunConfig, fake_shape, load_config, parse_config
 from rayhs.engine import device
 from rayhs.errors import (
     EXIT_OK,
@@ -300,7 +300,9 @@ class _Run:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         replicas = ReplicaPlan(self.config, nodes, device())
         engine = self.config.engine.model_copy(update={"distributed_executor": replicas.executor})
-        job = Job(self.config.model_copy(update={"engine": engine}), self.model, dataset, measured)
+        # Replicas read the plan; prompts given as rows would travel to each.
+        config = self.config.model_copy(update={"engine": engine, "prompts": PromptsConfig(path="")})
+        job = Job(config, self.model, dataset, measured)
         self.on_progress(Progress("starting", 0, replicas.replicas[1], message=f"{len(missing)} shards to extract"))
         try:
             with graceful_stop() as stop:

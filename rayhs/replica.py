@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -45,6 +46,7 @@ from rayhs.streak import Streak
 from rayhs.turns import Turns
 from rayhs.warm_start import Begin, WarmStart
 
+_CHECKERS = 4  # memory bandwidth, not threads, is the limit; more of them fight for the GIL
 _MOST_STORE_FAILURES = 3  # shards in a row; each has had its attempts and the store's own retries
 _RETRY_WAIT_S = (1.0, 30.0)  # first and longest wait, doubled each time, between uploads of a shard
 _PLAN_COLUMNS = ["index", "sample_id", "status", "token_ids", "loss_mask"]
@@ -74,6 +76,7 @@ class Replica:
         self._metrics = Metrics()
         self._running_samples = 0
         self._turns = Turns()
+        self._checkers = ThreadPoolExecutor(_CHECKERS, thread_name_prefix="rayhs-check")
         self._streak = Streak(job.config.engine.max_consecutive_failures)
         self._store_failures = 0
         self._stopping = asyncio.Event()
@@ -117,6 +120,7 @@ class Replica:
 
     async def stop(self) -> None:
         await self._keeper.stop()
+        self._checkers.shutdown(wait=False, cancel_futures=True)
         self._owned.remove()
 
     async def _run(self, shard: ShardId) -> Receipt:
@@ -179,7 +183,7 @@ class Replica:
         results: Results = {}
 
         async def run(samples: Sequence[PlannedSample]) -> EngineError | None:
-            return await self._run_group(f"{shard}.{new_attempt()}", samples, results)
+            return await self._run_group(f"{shard}.{new_attempt()}", samples, results, held)
 
         def give_up(sample: PlannedSample, error: EngineError) -> None:
             self._fail(results, sample, f"killed the engine: {error}")
@@ -187,26 +191,33 @@ class Replica:
         await run_all(planned, results, run, give_up, self._turns)
         return [results[sample.index] for sample in planned]
 
-    async def _run_group(self, key: str, samples: Sequence[PlannedSample], results: Results) -> EngineError | None:
+    async def _run_group(
+        self, key: str, samples: Sequence[PlannedSample], results: Results, held: AsyncExitStack
+    ) -> EngineError | None:
         died: EngineError | None = None
         async with self._keeper.engine() as running:
             try:
                 async with asyncio.TaskGroup() as group:
                     for i, sample in enumerate(samples):
-                        group.create_task(self._run_sample(f"{key}.{i}", sample, running, results))
+                        group.create_task(self._run_sample(f"{key}.{i}", sample, running, results, held))
             except* EngineError as errors:
                 died = EngineError(str(errors.exceptions[0]))
             if died is not None:
                 await self._keeper.died(running, died)
+                await asyncio.to_thread(_detach, results, samples)
         return died
 
-    async def _run_sample(self, key: str, planned: PlannedSample, running: Running, results: Results) -> None:
+    async def _run_sample(
+        self, key: str, planned: PlannedSample, running: Running, results: Results, held: AsyncExitStack
+    ) -> None:
         try:
             token_ids: list[int] = planned.token_ids.tolist()
             with self._engine_used():
                 await running.engine.extract(key, token_ids)
             memory = await running.arrivals.wait(key)
-            results[planned.index] = await asyncio.to_thread(self._read, memory, planned)
+            held.callback(running.area.release, key)
+            loop = asyncio.get_running_loop()
+            results[planned.index] = await loop.run_in_executor(self._checkers, self._read, memory, planned)
             self._streak.good()
         except SampleError as error:
             self._fail(results, planned, str(error))
@@ -281,6 +292,14 @@ class Replica:
     def _all_metrics(self) -> Totals:
         staging = self._keeper.staging
         return {**self._metrics.totals(), **(read_metrics(staging) if staging else {})}
+
+
+def _detach(results: Results, samples: Sequence[PlannedSample]) -> None:
+    """Move what a dead engine has handed over out of its staging memory, which the next one needs."""
+    for sample in samples:
+        result = results.get(sample.index)
+        if isinstance(result, GoodSample):
+            results[sample.index] = result.detached()
 
 
 def planned_samples(rows: pa.Table) -> list[PlannedSample]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +36,7 @@ class Tally:
     """Receipts of ``total`` shards added up; keeps nothing a shard but the errors.
 
     ``seconds`` run from the first shard begun (an engine is up) to the last one committed, by the
-    clocks of the replicas. ``metrics`` are the last of each replica, where the job is measured.
+    clocks of the replicas. ``metrics`` are the largest of each replica, where the job is measured.
     """
 
     def __init__(self, total: int) -> None:
@@ -66,8 +67,14 @@ class Tally:
             self._last = max(self._last, receipt.started + receipt.seconds)
             self.seconds = self._last - self._first
         if receipt.metrics:
-            self.metrics[receipt.replica] = json.loads(receipt.metrics)
+            _update(self.metrics.setdefault(receipt.replica, {}), json.loads(receipt.metrics))
         if receipt.error:
             self.errors[receipt.shard] = receipt.error
         if receipt.fatal:
             self.fatal = receipt.error
+
+
+def _update(known: Totals, told: Mapping[str, Sequence[float]]) -> None:
+    # Totals only grow, and receipts overtake each other.
+    for stage, (seconds, nbytes) in told.items():
+        known[stage] = max(known.get(stage, (0.0, 0)), (seconds, int(nbytes)))

@@ -34,4 +34,5 @@ class WarmStart:
                 key = f"warm-up.{number}"
                 # Reversed: nothing of it is in the prefix cache later.
                 await running.engine.extract(key, sample.token_ids[::-1].tolist())
-                (await running.arrivals.wait(key)).release()
+                await running.arrivals.wait(key)
+                running.area.release(key)

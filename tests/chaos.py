@@ -240,8 +240,11 @@ class Seed:
         else:
             driver.send_signal(signal.SIGKILL if kind == "driver" else signal.SIGTERM)
             code = driver.wait(60)
-            # A driver whose own node was killed before is ended by Ray, with 1 and without a word.
-            if kind == "term" and code not in (EXIT_INTERRUPTED, EXIT_OK) and not self._node_was_lost:
+            # A driver whose own node was killed before is ended by Ray, with 1 and without a word; one that has
+            # not printed a line yet is still importing, and has nothing to hand back.
+            begun = (self._folder / f"run-{self.outcome.runs}.log").stat().st_size > 0
+            expected = code in (EXIT_INTERRUPTED, EXIT_OK) or (code == -signal.SIGTERM and not begun)
+            if kind == "term" and not expected and not self._node_was_lost:
                 self.outcome.findings.append(f"exit code {code} after SIGTERM")
         self._kills.pop(0)
         self.outcome.kills[kind] = self.outcome.kills.get(kind, 0) + 1

@@ -21,6 +21,7 @@ import pytest
 import safetensors.numpy
 
 from rayhs.copying import HostCopier, StateCache
+from rayhs.metrics import Metrics
 from rayhs.staging import StagingArea
 from tests.models import Oracle, random_prompts, relative_error, save_tiny_model
 
@@ -97,7 +98,7 @@ def test_copies_follow_the_block_table(tmp_path: Path, block_axis: int) -> None:
     shape[block_axis], shape[3 - block_axis] = block, len(layers)
     tensor = torch.randn(shape)
     area = StagingArea(tmp_path, 2**20)
-    copier = HostCopier(StateCache(tensor, block_axis, layers), area)
+    copier = HostCopier(StateCache(tensor, block_axis, layers), area, Metrics())
     copier.start("request", "key", list(range(10)), [7, 3, 9])
     assert copier.poll() == {"request"} and copier.poll() == set()
     got = safetensors.numpy.load_file(area.path("key"))

@@ -77,17 +77,26 @@ def test_layer_0_without_torch_compile_is_refused(model: Path) -> None:
         RunningEngine(model, vllm={"enforce_eager": False, "compilation_config": {"mode": 0}})
 
 
+@pytest.mark.parametrize(
+    ("folder", "arena_bytes"), [("/dev/shm", 2**30), ("/dev/shm", 2**22), ("/tmp", 2**30), ("/tmp", 0)]
+)
 @pytest.mark.parametrize("block_axis", [1, 2])
-def test_copies_in_pieces_with_a_small_pool(tmp_path: Path, block_axis: int) -> None:
-    from rayhs.copying import CudaCopier, StateCache
-    from rayhs.staging import StagingArea
+def test_copies_in_pieces_into_the_arena_and_with_a_small_pool(folder: str, block_axis: int, arena_bytes: int) -> None:
+    """An arena can be page-locked in memory, not on a disk; there states go through the pool."""
+    from rayhs.copying import StateCache
+    from rayhs.cuda_copying import CudaCopier
+    from rayhs.metrics import Metrics
+    from rayhs.staging import OwnedDirectory, StagingArea
 
     layers, block, hidden, blocks = (0, 3, 5), 16, 1024, 2000
     shape = [blocks, 0, 0, hidden]
     shape[block_axis], shape[3 - block_axis] = block, len(layers)
     tensor = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    area = StagingArea(tmp_path, 2**32)
-    copier = CudaCopier(StateCache(tensor, block_axis, layers), area, pinned_bytes=1)
+    owned = OwnedDirectory(folder)
+    area = StagingArea(owned.path / "engine", arena_bytes or 2**32)
+    if arena_bytes:
+        area.preallocate()  # the small one has no gap for most of them
+    copier = CudaCopier(StateCache(tensor, block_axis, layers), area, 1, Metrics())
     tables = {f"r{i}": torch.randperm(blocks - 1)[: 30 + 150 * i].add(1).tolist() for i in range(6)}
     tokens = {req: len(table) * block - 5 for req, table in tables.items()}
     for req, table in tables.items():
@@ -96,13 +105,15 @@ def test_copies_in_pieces_with_a_small_pool(tmp_path: Path, block_axis: int) -> 
     while len(done) < len(tables):
         done |= copier.poll()
     copier.close()
+    assert area.arrivals() == set(tables)
     host = tensor.cpu()
     for req, table in tables.items():
-        got = safetensors.torch.load_file(area.path(req))
+        got = safetensors.torch.load(bytes(area.take(req)))
         rows = host[table]
         want = rows.permute(2, 0, 1, 3) if block_axis == 1 else rows.permute(1, 0, 2, 3)
         for i, layer in enumerate(layers):
             assert torch.equal(got[f"hidden_states.{layer}"], want[i].reshape(-1, hidden)[: tokens[req]])
+    owned.remove()
 
 
 @pytest.mark.ray

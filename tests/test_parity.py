@@ -61,7 +61,9 @@ class RunningEngine:
         async def one(number: int, prompt: Sequence[int]) -> Got:
             key = f"{prefix}{number}"
             await self.engine.extract(key, prompt)
-            return _read(await arrivals.wait(key, timeout=60), self.layers)
+            got = _read(await arrivals.wait(key, timeout=60), self.layers)
+            self.area.release(key)
+            return got
 
         async def run() -> list[Got]:
             async with asyncio.TaskGroup() as group:
@@ -81,7 +83,8 @@ def _read(memory: memoryview, layers: Sequence[int]) -> Got:
     length = codec.header_length(bytes(memory[:8]), len(memory))
     tensors, _ = codec.parse_header(bytes(memory[8 : 8 + length]), len(memory))
     arrays = {n: codec.decode(t, memory[t.start : t.start + t.nbytes]) for n, t in tensors.items()}
-    return Got(arrays["token_ids"].tolist(), {k: arrays[codec.state_name(k)] for k in layers})
+    # Copied: the memory is given back.
+    return Got(arrays["token_ids"].tolist(), {k: arrays[codec.state_name(k)].copy() for k in layers})
 
 
 def assert_parity(oracle: Oracle, prompts: Sequence[Sequence[int]], results: Sequence[Got]) -> None:

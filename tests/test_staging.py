@@ -5,16 +5,22 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from rayhs.arena import Arena, NoRoomNow
 from rayhs.arrivals import Arrivals
 from rayhs.budget import ByteBudget
 from rayhs.errors import EngineError, SampleError
-from rayhs.staging import NoRoomNow, OwnedDirectory, StagingArea, StagingFull, is_key, sweep_dead
+from rayhs.staging import OwnedDirectory, StagingArea, StagingFull, is_key, sweep_dead
 
 
 def stage(area: StagingArea, key: str, data: bytes) -> None:
@@ -60,18 +66,143 @@ def test_a_sample_over_the_limit_is_an_error_not_a_wait(tmp_path: Path) -> None:
 
 
 def test_a_full_file_system_is_an_error_of_the_sample(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=False).returncode:
-        pytest.skip("this machine can't mount a tmpfs")
-    try:
+    with small_tmpfs(tmp_path, "1m"):
         area = StagingArea(tmp_path / "area", 2**30)
         with pytest.raises(NoRoomNow, match="No space left"):
             area.create("a", 2**21)
         assert list(area.directory.iterdir()) == []
+        assert area.has_room(2**30), "what was not created does not count"
         stage(area, "b", bytes(1000))
+
+
+@contextmanager
+def small_tmpfs(path: Path, size: str) -> Iterator[None]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], check=False).returncode:
+        pytest.skip("this machine can't mount a tmpfs")
+    try:
+        yield
     finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@given(st.lists(st.tuples(st.integers(1, 12_000), st.integers(0, 9)), max_size=60))
+def test_pieces_of_the_arena_never_overlap(steps: list[tuple[int, int]]) -> None:
+    """Each step frees one piece in ten, then allocates one."""
+    with tempfile.TemporaryDirectory() as folder:
+        arena = Arena(Path(folder) / "arena", 65_536)
+        used: dict[int, int] = {}
+        for nbytes, fate in steps:
+            if fate < 6 and used:
+                offset = sorted(used)[fate % len(used)]
+                arena.free(offset)
+                del used[offset]
+            offset_or_none = arena.allocate(nbytes)
+            if offset_or_none is None:
+                assert _largest_gap(used) < -(-nbytes // 4096) * 4096
+                continue
+            end = offset_or_none + nbytes
+            assert offset_or_none >= 0 and end <= 65_536
+            assert all(end <= start or offset_or_none >= start + size for start, size in used.items())
+            used[offset_or_none] = nbytes
+
+
+def _largest_gap(used: dict[int, int]) -> int:
+    ends = [0, *(start + -(-size // 4096) * 4096 for start, size in sorted(used.items()))]
+    return max(start - end for end, start in zip(ends, [*sorted(used), 65_536], strict=True))
+
+
+class TestArena:
+    @pytest.fixture
+    def areas(self, tmp_path: Path) -> tuple[StagingArea, StagingArea]:
+        """The writer's and the reader's."""
+        writer = StagingArea(tmp_path, 100_000)
+        writer.preallocate()
+        return writer, StagingArea(tmp_path, 100_000)
+
+    def test_a_sample_stays_until_it_is_released(self, areas: tuple[StagingArea, StagingArea]) -> None:
+        writer, reader = areas
+        staged = writer.create("a", 60_000)
+        assert reader.arrivals() == set()
+        staged.buffer[:] = b"a" * 60_000
+        staged.publish()
+        assert reader.arrivals() == {"a"}
+        memory = reader.take("a")
+        assert reader.arrivals() == set()
+        assert not writer.has_room(60_000)
+        assert bytes(memory) == b"a" * 60_000
+        reader.release("a")
+        assert writer.has_room(60_000)
+        stage(writer, "b", b"b" * 60_000)
+        assert bytes(memory[:3]) == b"bbb", "one arena, written over"
+        assert bytes(reader.take("b")) == b"b" * 60_000
+
+    def test_what_fits_no_gap_gets_a_file_and_the_limit_still_holds(
+        self, areas: tuple[StagingArea, StagingArea]
+    ) -> None:
+        writer, reader = areas
+        for key in "abcde":
+            stage(writer, key, key.encode() * 16_000)
+            reader.take(key)
+        reader.release("b")
+        reader.release("d")
+        assert writer.has_room(36_000) and not writer.has_room(52_001)
+        stage(writer, "f", b"f" * 36_000)
+        assert writer.path("f").exists()
+        assert not writer.has_room(16_001) and writer.has_room(16_000)
+        memory = reader.take("f")
+        assert bytes(memory) == b"f" * 36_000 and not writer.path("f").exists()
+        reader.release("f")
+        assert writer.has_room(36_000)
+
+    def test_discarded_and_failed_samples_leave_nothing(self, areas: tuple[StagingArea, StagingArea]) -> None:
+        writer, reader = areas
+        writer.create("a", 90_000).discard()
+        stage(writer, "b", bytes(90_000))
+        writer.fail("c", "copy failed")
+        assert reader.arrivals() == {"b", "c"}
+        with pytest.raises(SampleError):
+            reader.take("c")
+        reader.release("c")
+
+    @given(data=st.data())
+    @settings(max_examples=30)
+    def test_no_sample_is_written_over_while_it_is_held(self, data: st.DataObject) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            writer, reader = StagingArea(folder, 65_536), StagingArea(folder, 65_536)
+            writer.preallocate()
+            held: dict[str, tuple[memoryview, bytes]] = {}
+            for number in range(data.draw(st.integers(1, 40))):
+                if held and data.draw(st.booleans()):
+                    key = data.draw(st.sampled_from(sorted(held)))
+                    reader.release(key)
+                    del held[key]
+                nbytes = data.draw(st.integers(1, 30_000))
+                if writer.has_room(nbytes):
+                    content = bytes([number + 1]) * nbytes
+                    stage(writer, f"k{number}", content)
+                    held[f"k{number}"] = (reader.take(f"k{number}"), content)
+                assert all(bytes(memory) == content for memory, content in held.values())
+
+
+def test_the_arena_is_no_larger_than_16_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayhs.staging._LARGEST_ARENA", 2**16)
+    area = StagingArea(tmp_path, 2**40)
+    area.preallocate()
+    assert (tmp_path / "arena").stat().st_size == 2**16
+    stage(area, "a", bytes(2**16))
+    stage(area, "b", b"b" * 2**17)
+    assert area.path("b").exists() and bytes(area.take("b")) == b"b" * 2**17
+
+
+def test_a_file_system_without_room_for_the_arena_still_stages(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path, "1m"):
+        area = StagingArea(tmp_path / "area", 2**30)
+        area.preallocate()
+        stage(area, "a", b"abc")
+        assert bytes(area.take("a")) == b"abc"
+        area.release("a")
 
 
 @pytest.mark.parametrize("key", ["../x", "a/b", "", ".hidden", "a\0", "x" * 201, 7, None, "a b"])

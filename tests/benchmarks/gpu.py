@@ -53,10 +53,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 MIXED = ["--lengths", "512:3584"]
 # Name: shape, changes of the run file, arguments of rayhs bench.
 CASES: dict[str, tuple[str, list[str], list[str]]] = {
-    "0.6b": ("qwen3-0.6b", [], ["--samples", "1500", *MIXED]),
-    "8b": ("qwen3-8b", [], ["--samples", "400", *MIXED]),
-    "0.6b-tp2": ("qwen3-0.6b", ["engine.tensor_parallel_size=2"], ["--samples", "2000", *MIXED]),
-    "8b-tp2": ("qwen3-8b", ["engine.tensor_parallel_size=2"], ["--samples", "600", *MIXED]),
+    "0.6b": ("qwen3-0.6b", [], ["--samples", "3000", *MIXED]),
+    "8b": ("qwen3-8b", [], ["--samples", "800", *MIXED]),
+    "0.6b-tp2": ("qwen3-0.6b", ["engine.tensor_parallel_size=2"], ["--samples", "4000", *MIXED]),
+    "8b-tp2": ("qwen3-8b", ["engine.tensor_parallel_size=2"], ["--samples", "1200", *MIXED]),
     "0.6b-x2": ("qwen3-0.6b", ["cluster.replicas=2"], ["--samples", "3000", *MIXED]),
     "8b-x2": ("qwen3-8b", ["cluster.replicas=2"], ["--samples", "800", *MIXED]),
 }

@@ -1,0 +1,221 @@
+"""Copies of hidden states out of the KV cache of a GPU: the device writes into the arena itself.
+
+Samples with files of their own (no arena, or no gap in it) go through pooled pinned buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from rayhs.codec import staged_bytes_at_most
+from rayhs.copying import StagedSample, StateCache
+from rayhs.log import logger
+from rayhs.metrics import Metrics
+from rayhs.staging import StagedSlot, StagingArea
+
+_PIECE_BYTES = 16 * 2**20
+_WRITERS = 4
+
+
+@dataclass
+class _Transfer:
+    req_id: str
+    key: str
+    sample: StagedSample
+    blocks: list[int]
+    tokens: int
+    next_block: int = 0
+    begun: torch.cuda.Event | None = None
+    ended: torch.cuda.Event | None = None
+    writes: list[Future[None]] = field(default_factory=list)
+
+
+class CudaCopier:
+    """Gathers pieces on a stream of its own, and copies them to the host from there.
+
+    The forward's stream is never waited for: an event orders a copy after the forwards submitted so
+    far. GPU scratch is two pieces, as the stream works on one after the other. Blocks are free once
+    the last piece has left the device.
+    """
+
+    def __init__(self, cache: StateCache, area: StagingArea, pinned_bytes: int, metrics: Metrics) -> None:
+        self._cache, self._area, self._metrics = cache, area, metrics
+        self._piece_blocks = max(1, _PIECE_BYTES // (cache.token_bytes * cache.block_size))
+        # Ahead of the forward's kernels, which would else hold the few small ones up.
+        self._stream = torch.cuda.Stream(device=cache.tensor.device, priority=-1)
+        self._arena = _register(area)
+        self._pinned = _PinnedWriters(cache, area, self._piece_blocks, pinned_bytes, metrics)
+        self._waiting: deque[_Transfer] = deque()
+        self._copying: deque[_Transfer] = deque()
+
+    def staged_bytes(self, tokens: int) -> int:
+        return staged_bytes_at_most(self._cache.layers, self._cache.hidden, self._cache.dtype, tokens)
+
+    def start(self, req_id: str, key: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        sample = StagedSample(self._cache, self._area, key, token_ids)
+        blocks = list(block_ids)[: -(-len(token_ids) // self._cache.block_size)]
+        self._waiting.append(_Transfer(req_id, key, sample, blocks, len(token_ids)))
+
+    def poll(self) -> set[str]:
+        self._submit()
+        done: set[str] = set()
+        # In the order of the stream: when one has not ended, none behind it has.
+        while self._copying and _has_ended(self._copying[0]):
+            transfer = self._copying.popleft()
+            self._count(transfer)
+            if self._is_direct(transfer):
+                transfer.sample.file.publish()
+            done.add(transfer.req_id)
+        return done
+
+    def close(self) -> None:
+        while self._waiting:
+            self._submit(block=True)
+        self._stream.synchronize()
+        self.poll()
+        self._pinned.close()
+        if self._arena is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._arena.data_ptr())
+
+    def _is_direct(self, transfer: _Transfer) -> bool:
+        return self._arena is not None and isinstance(transfer.sample.file, StagedSlot)
+
+    def _submit(self, block: bool = False) -> None:
+        if not self._waiting:
+            return
+        ready = torch.cuda.Event()
+        ready.record()
+        self._stream.wait_event(ready)
+        while self._waiting:
+            transfer = self._waiting[0]
+            with torch.cuda.stream(self._stream):
+                if not self._copy(transfer, block):
+                    return  # every pinned buffer is in flight; go on at the next step
+                transfer.ended = torch.cuda.Event(enable_timing=True)
+                transfer.ended.record(self._stream)
+            self._copying.append(self._waiting.popleft())
+
+    def _copy(self, transfer: _Transfer, block: bool) -> bool:
+        """Submit what is left of a transfer; whether that is all."""
+        if transfer.begun is None:
+            transfer.begun = torch.cuda.Event(enable_timing=True)
+            transfer.begun.record(self._stream)
+        if self._is_direct(transfer):
+            for first, gathered in self._pieces(transfer):
+                _copy_layers(gathered, transfer.sample.states[:, first : first + gathered.shape[1]])
+            return True
+        for first, gathered in self._pieces(transfer):
+            if not self._pinned.copy(self._stream, gathered, transfer, first, block):
+                return False
+            transfer.next_block = min(len(transfer.blocks), first // self._cache.block_size + self._piece_blocks)
+        self._pinned.hand_over(transfer)
+        return True
+
+    def _pieces(self, transfer: _Transfer) -> Iterator[tuple[int, torch.Tensor]]:
+        """The first token and the gathered states `[layers, tokens, hidden]` of each piece not copied yet."""
+        size = self._cache.block_size
+        ids = torch.tensor(transfer.blocks, pin_memory=True).to(self._cache.tensor.device, non_blocking=True)
+        for begin in range(transfer.next_block, len(transfer.blocks), self._piece_blocks):
+            tokens = min(self._piece_blocks * size, transfer.tokens - begin * size)
+            yield begin * size, self._cache.gather(ids[begin : begin + self._piece_blocks])[:, :tokens]
+
+    def _count(self, transfer: _Transfer) -> None:
+        assert transfer.begun is not None and transfer.ended is not None
+        seconds = transfer.begun.elapsed_time(transfer.ended) / 1000
+        self._metrics.add("GPU to host", seconds, transfer.sample.states.nbytes)
+
+
+def _copy_layers(states: torch.Tensor, host: torch.Tensor) -> None:
+    # One at a time: a copy into host memory with gaps would go through a temporary, and block.
+    for source, target in zip(states, host, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _has_ended(transfer: _Transfer) -> bool:
+    return transfer.ended is not None and transfer.ended.query()
+
+
+def _register(area: StagingArea) -> torch.Tensor | None:
+    """The arena, page-locked for the device; None where there is none or CUDA refuses."""
+    if area.arena is None:
+        return None
+    memory = torch.frombuffer(area.arena.memory, dtype=torch.uint8)
+    result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(result) != 0:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # takes up the error, which the next kernel would else report as its own
+        logger.warning("CUDA can't register the staging memory (%s): states are copied once more on the host", result)
+        return None
+    return memory
+
+
+class _PinnedWriters:
+    """Pinned buffers, allocated when first used, and threads that move them into staged samples."""
+
+    def __init__(
+        self, cache: StateCache, area: StagingArea, piece_blocks: int, pinned_bytes: int, metrics: Metrics
+    ) -> None:
+        self._area, self._metrics = area, metrics
+        self._shape = (len(cache.layers), piece_blocks * cache.block_size, cache.hidden)
+        self._dtype = cache.tensor.dtype
+        self._left = max(2, pinned_bytes // (piece_blocks * cache.token_bytes * cache.block_size))
+        self._pool: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="rayhs-stage")
+
+    def copy(
+        self, stream: torch.cuda.Stream, gathered: torch.Tensor, transfer: _Transfer, first: int, block: bool
+    ) -> bool:
+        """Copy a piece to the host; False where every buffer is in use and ``block`` is not set."""
+        pinned = self._buffer(block)
+        self._metrics.waiting("wait for pinned memory", pinned is None)
+        if pinned is None:
+            return False
+        tokens = gathered.shape[1]
+        _copy_layers(gathered, pinned[:, :tokens])
+        copied = torch.cuda.Event()
+        copied.record(stream)
+        target = transfer.sample.states[:, first : first + tokens]
+        transfer.writes.append(self._writers.submit(self._write, copied, pinned, target))
+        return True
+
+    def hand_over(self, transfer: _Transfer) -> None:
+        # Queued behind its own pieces in one pool, so waiting there can't starve them.
+        self._writers.submit(self._publish, transfer)
+
+    def close(self) -> None:
+        self._writers.shutdown(wait=True)
+
+    def _buffer(self, block: bool) -> torch.Tensor | None:
+        try:
+            return self._pool.get(block=block and not self._left)
+        except queue.Empty:
+            if not self._left:
+                return None
+        self._left -= 1
+        return torch.empty(self._shape, dtype=self._dtype, pin_memory=True)
+
+    def _write(self, copied: torch.cuda.Event, pinned: torch.Tensor, target: torch.Tensor) -> None:
+        try:
+            copied.synchronize()
+            # vLLM's worker made both tensors in inference mode; threads start outside.
+            with self._metrics.timed("pinned to staging", target.nbytes), torch.inference_mode():
+                target.copy_(pinned[:, : target.shape[1]])
+        finally:
+            self._pool.put(pinned)
+
+    def _publish(self, transfer: _Transfer) -> None:
+        try:
+            for write in transfer.writes:
+                write.result()
+        except RuntimeError as error:  # a CUDA error of the copy: the sample fails, loudly
+            transfer.sample.file.discard()
+            self._area.fail(transfer.key, f"copy failed: from the GPU: {error}")
+        else:
+            transfer.sample.file.publish()

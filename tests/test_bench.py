@@ -1,0 +1,135 @@
+"""`rayhs bench`: what it measures, and the sentence it draws from that."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rayhs.bench import Workload, bottleneck, parse_lengths, run_bench
+from rayhs.cli import app
+from rayhs.cli.output import print_bench
+from rayhs.config import load_config
+from rayhs.errors import ConfigError
+from rayhs.metrics import Metrics, MetricsFile, read_metrics
+from tests.models import save_tiny_model
+
+
+def run_file(folder: Path, model: str, **sections: object) -> Path:
+    prompts = {"rows": [{"ids": [5]}], "token_ids": "ids"}
+    path = folder / "run.yaml"
+    settings = {"model": model, "prompts": prompts, "layers": [1, 2], "output": str(folder / "out"), **sections}
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
+def test_replicas_are_measured_together_and_nothing_is_left(tmp_path: Path) -> None:
+    sections = {"cluster": {"replicas": 2}, "shards": {"target_bytes": 2**16}}
+    config = load_config(run_file(tmp_path, "fake/4x64", **sections))
+    report = run_bench(config, Workload(60, 3, 90), lambda progress: None, rounds=2).to_dict()
+    tokens = sum(map(len, Workload(60, 3, 90).prompts(600)))
+    assert (report["samples"], report["tokens"], report["replicas"]) == (60, tokens, 2)
+    assert len(report["rayhs"]) == 2 and min(report["rayhs"]) > 0
+    assert report["plain"] == report["stock"] == () and report["ratio"] is None
+    stages = {stage["stage"]: stage for stage in report["stages"]}
+    # Two rounds, every byte checked and stored; the warm-up's are not among them.
+    assert stages["to store"]["bytes"] == 2 * report["state_bytes"]
+    assert stages["check"]["bytes"] >= 2 * tokens * 2 * 64 * 4
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml"}
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
+def test_the_prompts_of_the_run_file(tmp_path: Path) -> None:
+    config = load_config(run_file(tmp_path, "fake/4x64"))
+    report = run_bench(config, None, lambda progress: None)
+    assert (report.samples, report.tokens) == (1, 1)
+    out = io.StringIO()
+    print_bench(report, out)
+    assert "1, 1 tokens" in out.getvalue() and report.bottleneck in out.getvalue()
+
+
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_beside_plain_vllm(tmp_path: Path) -> None:
+    """In a process of its own, as the engines want the cores that a Ray of the tests has given away."""
+    model = save_tiny_model("llama", tmp_path)
+    engine = {"dtype": "float32", "max_model_len": 256, "vllm": {"enforce_eager": True}}
+    file = run_file(tmp_path, str(model), engine=engine, cluster={"address": "local"})
+    command = [sys.executable, "-m", "rayhs", "bench", str(file), "--samples", "40", "--lengths", "20:200", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": "."})
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    assert report["samples"] == 40 and report["tokens"] == sum(map(len, Workload(40, 20, 200).prompts(500)))
+    assert report["plain"][0] > 0 and report["rayhs"][0] > 0
+    assert report["ratio"] == pytest.approx(report["rayhs"][0] / report["plain"][0])
+    assert {"cache to staging", "check", "to store", "step"} <= {stage["stage"] for stage in report["stages"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--lengths", "9:3"], "--lengths 9:3: write two lengths"),
+        (["--lengths", "x"], "--lengths x: write two lengths"),
+        (["--lengths", "1:200000"], "200000 tokens are over the engine's"),
+        (["--peer", "mine"], "the only other connector"),
+        (["--peer", "stock"], "needs a GPU"),
+    ],
+)
+def test_what_can_not_be_measured_is_refused_before_ray(tmp_path: Path, arguments: list[str], told: str) -> None:
+    result = CliRunner().invoke(app, ["bench", str(run_file(tmp_path, "fake/4x64")), *arguments])
+    assert result.exit_code == 2
+    assert told in result.stderr.splitlines()[-1] and "Traceback" not in result.stderr
+
+
+def test_lengths() -> None:
+    assert parse_lengths("32") == (32, 32) and parse_lengths("512:3584") == (512, 3584)
+    with pytest.raises(ConfigError):
+        parse_lengths("0:3")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "totals", "said"),
+    [
+        (0.99, {"engine idle": (50.0, 0)}, "vLLM's own prefill"),
+        (0.9, {"engine idle": (10.0, 0), "to store": (80.0, 1), "check": (5.0, 1)}, "the store: for 10%"),
+        (
+            0.9,
+            {"wait for staging": (20.0, 0), "to store": (8.0, 1), "check": (50.0, 1)},
+            "checking the states: for 20%",
+        ),
+        (None, {"wait for pinned memory": (30.0, 0)}, "the copy out of the GPU: for 30%"),
+        (0.9, {"step": (30.0, 0)}, "the connector: it took 30%"),
+        (0.9, {"step": (3.0, 0)}, "vLLM: no stage behind it was waited for"),
+        (None, {}, "vLLM: no stage behind it was waited for"),
+    ],
+)
+def test_the_bottleneck(ratio: float | None, totals: dict[str, tuple[float, int]], said: str) -> None:
+    assert bottleneck(ratio, 100.0, totals).startswith(said)
+
+
+def test_metrics_add_up_and_are_read_by_another_process(tmp_path: Path) -> None:
+    metrics = Metrics()
+    metrics.add("copy", 1.0, 100)
+    metrics.add("copy", 0.5, 10)
+    metrics.waiting("room", True)
+    metrics.waiting("room", False)
+    metrics.waiting("room", False)
+    assert metrics.totals()["copy"] == (1.5, 110)
+    assert 0 <= metrics.totals()["room"][0] < 1
+    assert read_metrics(tmp_path) == {}
+    file = MetricsFile(tmp_path, metrics)
+    file.write()
+    assert read_metrics(tmp_path) == metrics.totals()
+    metrics.add("copy", 1.0, 1)
+    file.write()
+    assert read_metrics(tmp_path)["copy"] == (1.5, 110), "at most ten times a second"
