@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,19 +56,16 @@ def test_the_prompts_of_the_run_file(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.vllm
+@pytest.mark.usefixtures("local_ray")
 def test_beside_plain_vllm(tmp_path: Path) -> None:
-    """In a process of its own, as the engines want the cores that a Ray of the tests has given away."""
-    model = save_tiny_model("llama", tmp_path)
+    model = save_tiny_model("llama", tmp_path / "model")
     engine = {"dtype": "float32", "max_model_len": 256, "vllm": {"enforce_eager": True}}
-    file = run_file(tmp_path, str(model), engine=engine, cluster={"address": "local"})
-    command = [sys.executable, "-m", "rayhs", "bench", str(file), "--samples", "40", "--lengths", "20:200", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": "."})
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout)
-    assert report["samples"] == 40 and report["tokens"] == sum(map(len, Workload(40, 20, 200).prompts(500)))
-    assert report["plain"][0] > 0 and report["rayhs"][0] > 0
-    assert report["ratio"] == pytest.approx(report["rayhs"][0] / report["plain"][0])
-    assert {"cache to staging", "check", "to store", "step"} <= {stage["stage"] for stage in report["stages"]}
+    config = load_config(run_file(tmp_path, str(model), engine=engine))
+    report = run_bench(config, Workload(40, 20, 200), lambda progress: None)
+    assert (report.samples, report.tokens) == (40, sum(map(len, Workload(40, 20, 200).prompts(500))))
+    assert report.plain[0] > 0 and report.rayhs[0] > 0
+    assert report.ratio == pytest.approx(report.rayhs[0] / report.plain[0])
+    assert {"cache to staging", "check", "to store", "step"} <= {stage.stage for stage in report.stages}
 
 
 @pytest.mark.parametrize(

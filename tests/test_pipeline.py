@@ -260,7 +260,7 @@ def test_sigterm_hands_shards_back_and_the_same_command_finishes(
     moto_uri: str, moto_server: S3Server, tmp_path: Path
 ) -> None:
     """SIGKILL of each kind of process is in test_chaos."""
-    prompts, store = prompts_of(1500), open_store(moto_uri)
+    prompts, store = prompts_of(600), open_store(moto_uri)
     (tmp_path / "staging").mkdir()
     # A store that is slow enough for the run to be in its middle when the signal has come through.
     with FaultProxy(moto_server.endpoint, bytes_per_second=800_000) as proxy:

@@ -1,11 +1,14 @@
 """`rayhs bench` on the shapes of Qwen3 with dummy weights: states into a folder in memory. Needs a GPU, no network.
 
-python tests/benchmarks/gpu.py OUT CASE...     # cases: see CASES; writes OUT/<case>.json, prints a line each
+`python tests/benchmarks/gpu.py OUT CASE... [--peer stock] [--rounds 3]`: cases are the keys of CASES. Writes
+OUT/<case>.json and OUT/<case>.log, prints a line each. On a bare host byte-compile vLLM first
+(`python -m compileall -q -j 16 FOLDER`): else every engine's first start does it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ray
 import yaml
 
 QWEN3 = {
@@ -50,15 +54,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+SHAPES["wide"] = {
+    **SHAPES["qwen3-8b"],
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 12,
+}
 MIXED = ["--lengths", "512:3584"]
+TP2 = "engine.tensor_parallel_size=2"
 # Name: shape, changes of the run file, arguments of rayhs bench.
 CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "0.6b": ("qwen3-0.6b", [], ["--samples", "3000", *MIXED]),
     "8b": ("qwen3-8b", [], ["--samples", "800", *MIXED]),
-    "0.6b-tp2": ("qwen3-0.6b", ["engine.tensor_parallel_size=2"], ["--samples", "4000", *MIXED]),
-    "8b-tp2": ("qwen3-8b", ["engine.tensor_parallel_size=2"], ["--samples", "1200", *MIXED]),
-    "0.6b-x2": ("qwen3-0.6b", ["cluster.replicas=2"], ["--samples", "3000", *MIXED]),
-    "8b-x2": ("qwen3-8b", ["cluster.replicas=2"], ["--samples", "800", *MIXED]),
+    "0.6b-tp2": ("qwen3-0.6b", [TP2], ["--samples", "4000", *MIXED]),
+    "8b-tp2": ("qwen3-8b", [TP2], ["--samples", "1200", *MIXED]),
+    "0.6b-x2": ("qwen3-0.6b", ["cluster.replicas=2"], ["--samples", "6000", *MIXED]),
+    "8b-x2": ("qwen3-8b", ["cluster.replicas=2"], ["--samples", "1600", *MIXED]),
+    "long": ("qwen3-0.6b", ["engine.max_model_len=100352"], ["--samples", "20", "--lengths", "100000"]),
+    "short": ("qwen3-0.6b", [], ["--samples", "20000", "--lengths", "32"]),
+    # Layer 0 needs torch.compile on a GPU.
+    "all-layers": ("qwen3-0.6b", [f"layers={list(range(1, 29))}"], ["--samples", "600", *MIXED]),
+    "wide-tp2": ("wide", [TP2], ["--samples", "400", *MIXED]),
 }
 
 
@@ -72,7 +89,7 @@ def run_file(folder: Path, shape: str) -> Path:
         "layers": ["eagle3", "last"],
         "output": "/dev/shm/rayhs-bench",
         "engine": {"max_model_len": 4096, "vllm": {"load_format": "dummy", "enforce_eager": True}},
-        "cluster": {"address": "local"},
+        "cluster": {"address": "auto"},
     }
     path = folder / f"{shape}.yaml"
     path.write_text(yaml.safe_dump(settings))
@@ -103,8 +120,12 @@ def main() -> None:
     extra = [word for word in words if word not in CASES]
     Path(out).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp())
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False)  # one for all cases
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     for case in cases:
         measure(folder, Path(out), case, extra)
+    ray.shutdown()
     shutil.rmtree(folder)
 
 
