@@ -17,7 +17,7 @@ import yaml
 
 import rayhs
 from rayhs.cluster import graceful_stop
-from rayhs.config import RunConfig, load_config, parse_config
+from rayhs.config import RunConfig, parse_config
 from rayhs.errors import ConfigError, IdentityMismatch, InputError, RayhsError, TooManyRejected
 from rayhs.extractor import ReplicaPlan, extract_shards
 from rayhs.fake import REFUSED_TOKEN, fake_states
@@ -283,8 +283,8 @@ def test_sigterm_hands_shards_back_and_the_same_command_finishes(
     assert list(store.unfinished()) == []
     done = sum(1 for _ in store.list("commits"))
     assert 0 < done < len(read_dataset_record(store).plan.shard_ids())
-    # In this process, whose Ray is up already.
-    assert run_extract(load_config(file, [f"storage.endpoint={moto_server.endpoint}"])).exit_code == 0
+    again = [*command, "--set", f"storage.endpoint={moto_server.endpoint}"]
+    assert subprocess.run(again, capture_output=True, check=False).returncode == 0
     assert_complete(moto_uri, prompts)
 
 
