@@ -114,6 +114,8 @@ def run_bench(
 ) -> BenchReport:
     """Measure on the cluster of ``config``; what is stored goes beside its output and is removed again.
 
+    Of a range of replicas its lower end is measured.
+
     Args:
         workload: random prompts instead of those of the run file (None).
         rounds: how often each is measured, rayhs on an engine of its own each time.
@@ -125,6 +127,9 @@ def run_bench(
     """
     if stock and (device() == "cpu" or fake_shape(config.model)):
         raise ConfigError("--peer stock: vLLM's example connector needs a GPU")
+    # A fixed number: the peers are as many, and all begin together.
+    fixed = config.cluster.model_copy(update={"replicas": config.cluster.replica_range[0]})
+    config = config.model_copy(update={"cluster": fixed})
     model = describe_model(config)
     if workload is not None:
         config = _with_prompts(config, model, workload)
