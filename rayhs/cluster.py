@@ -40,9 +40,15 @@ class StopSignal:
             self._changed.notify_all()
             await self._changed.wait_for(lambda: self._warm >= count)
 
+    async def enter(self, replica: str) -> bool:
+        """Called by a replica before it holds anything; False when the run is over."""
+        if not self._asked.is_set():
+            self._replicas.add(replica)
+        return not self._asked.is_set()
+
     async def join(self, replica: str) -> None:
-        """Called by a replica at its start; returns when it must stop."""
-        self._replicas.add(replica)
+        """Called by a replica that has entered; returns when it must stop."""
+        self._replicas.add(replica)  # this actor may have been started again since
         await self._asked.wait()
 
     async def leave(self, replica: str) -> None:

@@ -20,7 +20,7 @@ from rayhs.errors import ConfigError, EngineError
 from rayhs.job import Job, Receipt
 from rayhs.layout import ShardId
 from rayhs.log import configure
-from rayhs.replica import Replica
+from rayhs.replica import HANDED_BACK, Replica
 from rayhs.warm_start import Begin
 
 if TYPE_CHECKING:
@@ -37,13 +37,17 @@ class Extractor:
     """
 
     def __init__(self, job: Job, plan: ReplicaPlan, stop: Any) -> None:
+        import ray
+
         configure()
         self._job, self._plan = job, plan
         self._loop = asyncio.new_event_loop()
         self._cores: CoreClaim | None = None
-        self._refusal = ""
+        self._refusal = HANDED_BACK
         self._stop, self._name = stop, secrets.token_hex(8)
-        self._replica = self._make_replica()
+        # The driver waits for those it knows of; the others would be ended with their staging left behind.
+        entered = ray.get(stop.enter.remote(self._name))
+        self._replica = self._make_replica() if entered else None
         threading.Thread(target=self._loop.run_forever, daemon=True, name="rayhs-loop").start()
         if self._replica is not None and job.measured:
             # Before its first shard: all begin together, and there may be none for some.

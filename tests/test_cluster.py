@@ -1,15 +1,20 @@
-"""Signals while Ray is joined or started."""
+"""Signals while Ray is joined or started, and replicas at the end of a run."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rayhs import cluster
 from rayhs.config import parse_config
+from rayhs.extractor import Extractor, ReplicaPlan
+from tests.test_replica import make_job
 
 
 @pytest.fixture
@@ -48,3 +53,49 @@ def test_the_caller_s_handler_stands_after_ray_has_started(monkeypatch: pytest.M
         join()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
+
+
+class LateSignal(cluster.StopSignal):
+    """One that hears of replicas late, as on a busy node."""
+
+    async def enter(self, replica: str) -> bool:
+        await asyncio.sleep(1)
+        return await super().enter(replica)
+
+    async def join(self, replica: str) -> None:
+        await asyncio.sleep(1)
+        await super().join(replica)
+
+
+@pytest.fixture
+def late_signal(local_ray: None) -> Iterator[Any]:
+    import ray
+
+    actor = ray.remote(num_cpus=0)(LateSignal).remote()
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.mark.ray
+def test_a_run_ends_when_all_that_replicas_held_is_gone(late_signal: Any, tmp_path: Path) -> None:
+    import ray
+
+    job = make_job(tmp_path, [[1, 2, 3]])
+    replica = Extractor(job, ReplicaPlan(job.config, [], "cpu"), late_signal)
+    assert len(list((tmp_path / "shm").iterdir())) == 1
+    assert ray.get(late_signal.stop.remote(20))
+    assert list((tmp_path / "shm").iterdir()) == []
+    del replica
+
+
+@pytest.mark.ray
+def test_a_replica_that_comes_after_the_end_holds_nothing(late_signal: Any, tmp_path: Path) -> None:
+    import ray
+
+    assert ray.get(late_signal.stop.remote(1))
+    job = make_job(tmp_path, [[1, 2, 3]])
+    replica = Extractor(job, ReplicaPlan(job.config, [], "cpu"), late_signal)
+    assert list((tmp_path / "shm").iterdir()) == []
+    shard = str(job.dataset.plan.shard_ids()[0])
+    (receipt,) = replica({"shard": [shard]})
+    assert "handed back" in receipt["error"][0] and not list((tmp_path / "out").rglob("commits/*"))
