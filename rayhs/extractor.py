@@ -37,24 +37,19 @@ class Extractor:
     """
 
     def __init__(self, job: Job, plan: ReplicaPlan, stop: Any) -> None:
-        import ray
-
         configure()
         self._job, self._plan = job, plan
         self._loop = asyncio.new_event_loop()
         self._cores: CoreClaim | None = None
         self._refusal = HANDED_BACK
         self._stop, self._name = stop, secrets.token_hex(8)
-        # The driver waits for those it knows of; the others would be ended with their staging left behind.
-        entered = ray.get(stop.enter.remote(self._name))
-        self._replica = self._make_replica() if entered else None
+        self._replica = self._make_replica()
+        self._entering, self._entered = threading.Lock(), False
         threading.Thread(target=self._loop.run_forever, daemon=True, name="rayhs-loop").start()
         if self._replica is not None and job.measured:
             # Before its first shard: all begin together, and there may be none for some.
+            self._enter()
             asyncio.run_coroutine_threadsafe(self._replica.ready(), self._loop)
-        if self._replica is not None:
-            end = _stop_when_told(self._replica, self._cores, stop, self._name)
-            asyncio.run_coroutine_threadsafe(end, self._loop)
 
     def _make_replica(self) -> Replica | None:
         try:
@@ -67,8 +62,23 @@ class Extractor:
             self._refusal = str(error)  # told in the receipts: Ray would bury an actor's constructor error
             return None
 
+    def _enter(self) -> None:
+        """Tell the run of this replica before it holds anything: the driver waits for those it knows of."""
+        import ray
+
+        with self._entering:
+            if self._entered or self._replica is None:
+                return
+            if not ray.get(self._stop.enter.remote(self._name)):
+                self._replica = None
+                return
+            self._entered = True
+            end = _stop_when_told(self._replica, self._cores, self._stop, self._name)
+            asyncio.run_coroutine_threadsafe(end, self._loop)
+
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """``batch["shard"]``: shard ids. Yields a receipt a shard as each is committed."""
+        self._enter()
         shards = [ShardId.parse(str(shard)) for shard in batch["shard"]]
         if self._replica is None:
             yield _as_batch(Receipt(str(shards[0]), error=self._refusal, fatal=True))

@@ -32,10 +32,14 @@ class Running:
 
 
 class EngineKeeper:
-    """One event loop only. ``make`` builds an engine, not started, that stages into the area given to it."""
+    """One event loop only.
 
-    def __init__(self, make: Callable[[StagingArea], Engine], directory: Path, max_bytes: int) -> None:
-        self._make, self._directory, self._max_bytes = make, directory, max_bytes
+    ``make`` builds an engine, not started, that stages into the area given to it; ``make_area`` a new area
+    of that name.
+    """
+
+    def __init__(self, make: Callable[[StagingArea], Engine], make_area: Callable[[str], StagingArea]) -> None:
+        self._make, self._make_area = make, make_area
         self._running: Running | None = None
         self._lock = asyncio.Lock()
         self._started = 0
@@ -98,7 +102,7 @@ class EngineKeeper:
     async def _start(self) -> Running | None:
         """None when a start failed that may work later."""
         self._refuse_more()
-        area = StagingArea(self._directory / f"engine{self._started + self._deaths}", self._max_bytes)
+        area = self._make_area(f"engine{self._started + self._deaths}")
         engine = self._make(area)
         try:
             await engine.start()

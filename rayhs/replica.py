@@ -69,9 +69,9 @@ class Replica:
         self._store: Store = open_store(job.config.output, job.config.storage)
         self._plan = PlanReader(self._store, job.dataset.plan)
         limit = staging_bytes(job, replicas_per_node)
-        self._owned = OwnedDirectory(job.config.staging.path)
+        self._owned: OwnedDirectory | None = None
         self.budget = ByteBudget(limit)
-        self._keeper = EngineKeeper(self._make_engine, self._owned.path, limit)
+        self._keeper = EngineKeeper(self._make_engine, self._make_area)
         self._warm_start = WarmStart(self._keeper, begin) if begin is not None else None
         self._metrics = Metrics()
         self._running_samples = 0
@@ -85,6 +85,12 @@ class Replica:
     def _make_engine(self, area: StagingArea) -> Engine:
         job = self._job
         return make_engine(job.config, job.model, job.dataset.layers, area, job.measured)
+
+    def _make_area(self, name: str) -> StagingArea:
+        # Not before there is work: Ray ends an actor that was still starting without a word to it.
+        if self._owned is None:
+            self._owned = OwnedDirectory(self._job.config.staging.path)
+        return StagingArea(self._owned.path / name, self.budget.limit)
 
     async def run_shard(self, shard: ShardId) -> Receipt:
         """Extract and commit one shard; what goes wrong with it, the engine or the store is in the receipt."""
@@ -121,7 +127,8 @@ class Replica:
     async def stop(self) -> None:
         await self._keeper.stop()
         self._checkers.shutdown(wait=False, cancel_futures=True)
-        self._owned.remove()
+        if self._owned is not None:
+            self._owned.remove()
 
     async def _run(self, shard: ShardId) -> Receipt:
         started = time.time()
