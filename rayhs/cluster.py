@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rayhs.config import RunConfig
@@ -96,35 +97,21 @@ def graceful_stop() -> Iterator[Any]:
 def cluster(config: RunConfig) -> Iterator[Callable[[], None]]:
     """A function that joins or starts Ray when it is called first; Ray is left or stopped at the end.
 
-    A Ray that the caller has already joined is used as it is, and left to him. Where the caller is
-    interrupted while Ray starts, the start is finished first.
+    A Ray that the caller has already joined is used as it is, and left to him.
     """
     joined_before = _is_joined()
-    # In a thread: a Ray that is cut in its start aborts the process at its end, and in the main thread it
-    # replaces the handling of SIGTERM by an exit without a word. Its processes end with that thread.
-    with ThreadPoolExecutor(1, thread_name_prefix="rayhs-ray") as thread:
-        thread.submit(_is_joined).result()  # its own start must not be cut either
 
-        def join() -> None:
-            if not _is_joined():
-                start = thread.submit(_join_or_start, config.cluster.address)
-                try:
-                    start.result()
-                except KeyboardInterrupt:
-                    logger.warning("interrupted; Ray's start is finished first, which takes some seconds")
-                    raise
-            _quiet()
+    def join() -> None:
+        if not _is_joined():
+            with _own_sigterm():
+                _join_or_start(config.cluster.address)
+        _quiet()
 
-        try:
-            yield join
-        finally:
-            if not joined_before:
-                thread.submit(_leave).result()
-
-
-def _leave() -> None:
-    if _is_joined():
-        sys.modules["ray"].shutdown()
+    try:
+        yield join
+    finally:
+        if not joined_before and _is_joined():
+            sys.modules["ray"].shutdown()
 
 
 def _is_joined() -> bool:
@@ -139,6 +126,26 @@ def _quiet() -> None:
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the caller's handling of SIGTERM, which ray.init replaces by an exit without a word."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit:
+        # By Ray's handler, in the moments that it stands: the signal was the caller's. Below it absl's has
+        # set an alarm that aborts the process three seconds later.
+        signal.alarm(0)
+        signal.signal(signal.SIGTERM, before)
+        signal.raise_signal(signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _join_or_start(address: str) -> None:
