@@ -25,15 +25,18 @@ Array = npt.NDArray[Any]
 # The safetensors package takes 100 MB; ours have at most layout.MAX_LAYERS tensors of 120 bytes, and
 # JSON of many small values takes dozens of times its size once parsed.
 MAX_HEADER_BYTES = 2**20
+FP8 = "float8_e4m3fn"
 STATE_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    FP8: np.dtype(ml_dtypes.float8_e4m3fn),
 }
 _CODES: dict[str, np.dtype[Any]] = {
     "F32": STATE_DTYPES["float32"],
     "F16": STATE_DTYPES["float16"],
     "BF16": STATE_DTYPES["bfloat16"],
+    "F8_E4M3": STATE_DTYPES[FP8],
     "U8": np.dtype(np.uint8),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
@@ -66,26 +69,54 @@ def state_name(layer: int) -> str:
     return f"hidden_states.{layer}"
 
 
+def scale_name(layer: int) -> str:
+    return f"hidden_scales.{layer}"
+
+
+def scale_names(layers: Sequence[int], dtype: str) -> list[str]:
+    """The names of the scales beside states of ``dtype``: none but for float8_e4m3fn."""
+    return [scale_name(k) for k in layers] if dtype == FP8 else []
+
+
+def error_name(layer: int) -> str:
+    return f"hidden_errors.{layer}"
+
+
+def token_bytes(layers: Sequence[int], hidden: int, dtype: str) -> int:
+    """Bytes of the states of one token as they are stored, scales included."""
+    scale = 4 if dtype == FP8 else 0
+    return len(layers) * (hidden * STATE_DTYPES[dtype].itemsize + scale)
+
+
 def shard_specs(layers: Sequence[int], hidden: int, dtype: str, token_counts: Sequence[int]) -> list[TensorSpec]:
     """The tensors of a shard whose samples have ``token_counts`` tokens, in file order.
 
-    ``hidden_states.<k>`` `[tokens, hidden]` for each layer, ``token_ids`` int32 `[tokens]`,
-    ``loss_mask`` uint8 `[tokens]`, ``offsets`` int64 `[samples + 1]`, ``sample_index`` int64 `[samples]`.
+    ``hidden_states.<k>`` `[tokens, hidden]` for each layer, ``offsets`` int64 `[samples + 1]`,
+    ``sample_index`` int64 `[samples]`, of float8_e4m3fn states ``hidden_scales.<k>`` float32 `[tokens]`
+    for each layer, ``token_ids`` int32 `[tokens]`, ``loss_mask`` uint8 `[tokens]`.
     """
     return tensors_of_shard(layers, hidden, dtype, sum(token_counts), len(token_counts))
 
 
 def tensors_of_shard(layers: Sequence[int], hidden: int, dtype: str, tokens: int, samples: int) -> list[TensorSpec]:
     """`shard_specs` of a shard of so many tokens and samples; takes no memory for either."""
-    states = [TensorSpec(state_name(k), STATE_DTYPES[dtype], (tokens, hidden)) for k in layers]
-    # int64 before int32 before uint8 keeps every tensor aligned to its item size.
+    # int64 before float32 and int32 before uint8 keeps every tensor aligned to its item size.
     return [
-        *states,
+        *_states(layers, hidden, dtype, tokens),
         TensorSpec("offsets", np.dtype(np.int64), (samples + 1,)),
         TensorSpec("sample_index", np.dtype(np.int64), (samples,)),
+        *_scales(layers, dtype, tokens),
         TensorSpec("token_ids", np.dtype(np.int32), (tokens,)),
         TensorSpec("loss_mask", np.dtype(np.uint8), (tokens,)),
     ]
+
+
+def _states(layers: Sequence[int], hidden: int, dtype: str, tokens: int) -> list[TensorSpec]:
+    return [TensorSpec(state_name(k), STATE_DTYPES[dtype], (tokens, hidden)) for k in layers]
+
+
+def _scales(layers: Sequence[int], dtype: str, tokens: int) -> list[TensorSpec]:
+    return [TensorSpec(name, np.dtype(np.float32), (tokens,)) for name in scale_names(layers, dtype)]
 
 
 def build_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
@@ -191,12 +222,18 @@ def decode(tensor: TensorSpec, data: bytes | memoryview, rows: int | None = None
 
 
 def staged_specs(layers: Sequence[int], hidden: int, dtype: str, tokens: int) -> list[TensorSpec]:
-    """The tensors of one staged sample: a state `[tokens, hidden]` a layer, ``token_ids`` int32 `[tokens]`."""
-    states = [TensorSpec(state_name(k), STATE_DTYPES[dtype], (tokens, hidden)) for k in layers]
-    return [*states, TensorSpec("token_ids", np.dtype(np.int32), (tokens,))]
+    """The tensors of one staged sample: a state `[tokens, hidden]` a layer, ``token_ids`` int32 `[tokens]`.
+
+    Of float8_e4m3fn states also ``hidden_scales.<k>`` and, as `rayhs.fp8` has it, ``hidden_errors.<k>``
+    float32 `[tokens]` for each layer.
+    """
+    scales = _scales(layers, dtype, tokens)
+    errors = [TensorSpec(error_name(k), s.dtype, s.shape) for k, s in zip(layers, scales, strict=False)]
+    ids = TensorSpec("token_ids", np.dtype(np.int32), (tokens,))
+    return [*_states(layers, hidden, dtype, tokens), *scales, *errors, ids]
 
 
 def staged_bytes_at_most(layers: Sequence[int], hidden: int, dtype: str, tokens: int) -> int:
     """An upper bound of a staged file's size in bytes, header included."""
-    header = 512 + 160 * (len(layers) + 1)
-    return header + sum(spec.nbytes for spec in staged_specs(layers, hidden, dtype, tokens))
+    specs = staged_specs(layers, hidden, dtype, tokens)
+    return 512 + sum(160 + spec.nbytes for spec in specs)

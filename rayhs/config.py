@@ -25,7 +25,7 @@ from rayhs.layout import ShardFormat
 
 _FAKE_MODEL = re.compile(r"fake/([1-9]\d{0,3})x([1-9]\d{0,5})")
 
-StorageDtype = Literal["model", "float16", "bfloat16", "float32"]
+StorageDtype = Literal["model", "float16", "bfloat16", "float32", "float8_e4m3fn"]
 
 
 class Section(BaseModel):

@@ -16,7 +16,8 @@ Usable without the rest of rayhs::
         "kv_connector_extra_config": {"staging_dir": "/dev/shm/states", "staging_bytes": 4294967296}}'
 
 The answer's ``kv_transfer_params.hidden_states_path`` names the file; whoever reads it deletes it.
-With ``"preallocate": true`` samples lie in one arena instead, for a reader that uses `StagingArea`.
+With ``"preallocate": true`` samples lie in one arena instead, for a reader that uses `StagingArea`;
+with ``"dtype": "float8_e4m3fn"`` they are staged as `rayhs.fp8` says (`rayhs.codec.staged_specs`).
 A request may name its file with ``kv_transfer_params: {"rayhs_key": "row-17"}`` and ask for the
 states of generated tokens with ``{"include_output_tokens": true}``.
 
@@ -45,7 +46,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from rayhs.arena import NoRoomNow
-from rayhs.copying import BlockCopier, HostCopier, StateCache
+from rayhs.codec import FP8
+from rayhs.copying import BlockCopier, HostCopier, StagedLayout, StateCache
 from rayhs.cuda_copying import CudaCopier
 from rayhs.errors import EngineError, SampleError
 from rayhs.log import logger
@@ -96,6 +98,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             extra("staging_dir", "/dev/shm/rayhs"), int(extra("staging_bytes", DEFAULT_STAGING_BYTES))
         )
         self._preallocates = bool(extra("preallocate", False))
+        dtype = extra("dtype", None)
+        if dtype not in (None, FP8):
+            raise EngineError(
+                f"kv_connector_extra_config: dtype {dtype!r} is not {FP8}; leave it out for the model's own"
+            )
+        self._quantizes = dtype == FP8
         self._pinned_bytes = int(extra("pinned_bytes", DEFAULT_PINNED_BYTES))
         self._metrics = Metrics()
         self._metrics_file = MetricsFile(self._area.directory, self._metrics) if extra("metrics", False) else None
@@ -177,11 +185,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if self._carries:
             if self._preallocates:
                 self._area.preallocate()
+            layout = StagedLayout(cache, self._quantizes)
             on_cuda = tensor.device.type == "cuda"
             self._copier = (
-                CudaCopier(cache, self._area, self._pinned_bytes, self._metrics)
+                CudaCopier(layout, self._area, self._pinned_bytes, self._metrics)
                 if on_cuda
-                else HostCopier(cache, self._area, self._metrics)
+                else HostCopier(layout, self._area, self._metrics)
             )
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:

@@ -6,13 +6,15 @@ scratch memory is used, and hands a sample over only when it is whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from rayhs.codec import build_header, staged_bytes_at_most, staged_specs
+from rayhs.codec import FP8, build_header, staged_bytes_at_most, staged_specs
+from rayhs.fp8 import LARGEST, LEAST_SCALE
 from rayhs.metrics import Metrics
 from rayhs.staging import StagedFile, StagedSlot, StagingArea
 
@@ -68,40 +70,92 @@ class BlockCopier(Protocol):
     def close(self) -> None: ...
 
 
-class StagedSample:
-    """The staged file of one sample as tensors: `states` `[layers, tokens, hidden]` in its memory."""
+def quantize(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `rayhs.fp8.quantize` of `[layers, tokens, hidden]`, on its device; scales and errors `[layers, tokens]`."""
+    scaled = states.to(torch.float32, copy=True)
+    scales = (torch.linalg.vector_norm(scaled, float("inf"), -1) / LARGEST).clamp_(min=float(LEAST_SCALE))
+    scaled.div_(scales.unsqueeze(-1))
+    norms = torch.linalg.vector_norm(scaled, 2, -1).clamp_(min=float(LEAST_SCALE))
+    q = scaled.to(torch.float8_e4m3fn)
+    off = torch.linalg.vector_norm(scaled.sub_(q.to(torch.float32)), 2, -1)
+    return q, scales, off.div_(norms)
 
-    def __init__(self, cache: StateCache, area: StagingArea, key: str, token_ids: Sequence[int]) -> None:
-        specs = staged_specs(cache.layers, cache.hidden, cache.dtype, len(token_ids))
-        header = build_header(specs, {"layers": ",".join(map(str, cache.layers)), "dtype": cache.dtype})
+
+class StagedLayout:
+    """How samples of a cache are staged: as they are, or in float8_e4m3fn."""
+
+    def __init__(self, cache: StateCache, quantizes: bool) -> None:
+        self.cache, self._quantizes = cache, quantizes
+        self.dtype = FP8 if quantizes else cache.dtype
+
+    def at_most(self, tokens: int) -> int:
+        """Bytes of a sample, an upper bound."""
+        return staged_bytes_at_most(self.cache.layers, self.cache.hidden, self.dtype, tokens)
+
+    def encode(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What is staged of `[layers, tokens, hidden]`: the states, or float8 states, scales and errors."""
+        return quantize(states) if self._quantizes else (states,)
+
+    def empty(self, tokens: int, pinned: bool) -> tuple[torch.Tensor, ...]:
+        """Memory for what `encode` gives of so many tokens."""
+        return tuple(torch.empty(shape, dtype=dtype, pin_memory=pinned) for dtype, shape in self._parts(tokens))
+
+    def views(self, memory: memoryview, offset: int, tokens: int) -> tuple[torch.Tensor, ...]:
+        """The same in staged memory from byte ``offset`` on."""
+        views = []
+        for dtype, shape in self._parts(tokens):
+            views.append(torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).view(shape))
+            offset += views[-1].nbytes
+        return tuple(views)
+
+    def _parts(self, tokens: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        layers, hidden = len(self.cache.layers), self.cache.hidden
+        small = [(torch.float32, (layers, tokens))] * 2 if self._quantizes else []
+        return [(getattr(torch, self.dtype), (layers, tokens, hidden)), *small]
+
+
+class StagedSample:
+    """The staged file of one sample; ``parts`` are what `StagedLayout.encode` gives, in its memory."""
+
+    def __init__(self, layout: StagedLayout, area: StagingArea, key: str, token_ids: Sequence[int]) -> None:
+        cache, tokens = layout.cache, len(token_ids)
+        specs = staged_specs(cache.layers, cache.hidden, layout.dtype, tokens)
+        header = build_header(specs, {"layers": ",".join(map(str, cache.layers)), "dtype": layout.dtype})
         self.file: StagedFile | StagedSlot = area.create(key, len(header) + sum(spec.nbytes for spec in specs))
         memory = self.file.buffer
         memory[: len(header)] = header
-        tokens = len(token_ids)
-        count = len(cache.layers) * tokens * cache.hidden
-        flat = torch.frombuffer(memory, dtype=cache.tensor.dtype, count=count, offset=len(header))
-        self.states = flat.view(len(cache.layers), tokens, cache.hidden)
-        ids = torch.frombuffer(memory, dtype=torch.int32, count=tokens, offset=len(header) + flat.nbytes)
+        self.parts = layout.views(memory, len(header), tokens)
+        ids = torch.frombuffer(memory, dtype=torch.int32, count=tokens, offset=len(memory) - 4 * tokens)
         ids.copy_(torch.tensor(token_ids, dtype=torch.int32))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def places(self, first: int, tokens: int) -> list[torch.Tensor]:
+        """The parts of ``tokens`` tokens from ``first`` on."""
+        return [part[:, first : first + tokens] for part in self.parts]
 
 
 class HostCopier:
     """Copies at once, block by block, straight from the cache into the staged file: no scratch."""
 
-    def __init__(self, cache: StateCache, area: StagingArea, metrics: Metrics) -> None:
-        self._cache, self._area, self._metrics = cache, area, metrics
+    def __init__(self, layout: StagedLayout, area: StagingArea, metrics: Metrics) -> None:
+        self._layout, self._area, self._metrics = layout, area, metrics
         self._done: set[str] = set()
 
     def staged_bytes(self, tokens: int) -> int:
-        return staged_bytes_at_most(self._cache.layers, self._cache.hidden, self._cache.dtype, tokens)
+        return self._layout.at_most(tokens)
 
     def start(self, req_id: str, key: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        with self._metrics.timed("cache to staging", len(token_ids) * self._cache.token_bytes):
-            sample = StagedSample(self._cache, self._area, key, token_ids)
-            size = self._cache.block_size
-            for first, block_id in zip(range(0, len(token_ids), size), block_ids, strict=False):
-                tokens = min(size, len(token_ids) - first)
-                sample.states[:, first : first + tokens].copy_(self._cache.block(block_id, tokens))
+        cache = self._layout.cache
+        with self._metrics.timed("cache to staging", len(token_ids) * cache.token_bytes):
+            sample = StagedSample(self._layout, self._area, key, token_ids)
+            for first, block_id in zip(range(0, len(token_ids), cache.block_size), block_ids, strict=False):
+                tokens = min(cache.block_size, len(token_ids) - first)
+                encoded = self._layout.encode(cache.block(block_id, tokens))
+                for source, place in zip(encoded, sample.places(first, tokens), strict=True):
+                    place.copy_(source)
             sample.file.publish()
         self._done.add(req_id)
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rayhs.codec import staged_bytes_at_most
-from rayhs.copying import StagedSample, StateCache
+from rayhs.copying import StagedLayout, StagedSample
 from rayhs.log import logger
 from rayhs.metrics import Metrics
 from rayhs.staging import StagedSlot, StagingArea
@@ -45,21 +44,22 @@ class CudaCopier:
     the last piece has left the device.
     """
 
-    def __init__(self, cache: StateCache, area: StagingArea, pinned_bytes: int, metrics: Metrics) -> None:
-        self._cache, self._area, self._metrics = cache, area, metrics
+    def __init__(self, layout: StagedLayout, area: StagingArea, pinned_bytes: int, metrics: Metrics) -> None:
+        cache = layout.cache
+        self._layout, self._cache, self._area, self._metrics = layout, cache, area, metrics
         self._piece_blocks = max(1, _PIECE_BYTES // (cache.token_bytes * cache.block_size))
         # Ahead of the forward's kernels, which would else hold the few small ones up.
         self._stream = torch.cuda.Stream(device=cache.tensor.device, priority=-1)
         self._arena = _register(area)
-        self._pinned = _PinnedWriters(cache, area, self._piece_blocks, pinned_bytes, metrics)
+        self._pinned = _PinnedWriters(layout, area, self._piece_blocks * cache.block_size, pinned_bytes, metrics)
         self._waiting: deque[_Transfer] = deque()
         self._copying: deque[_Transfer] = deque()
 
     def staged_bytes(self, tokens: int) -> int:
-        return staged_bytes_at_most(self._cache.layers, self._cache.hidden, self._cache.dtype, tokens)
+        return self._layout.at_most(tokens)
 
     def start(self, req_id: str, key: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        sample = StagedSample(self._cache, self._area, key, token_ids)
+        sample = StagedSample(self._layout, self._area, key, token_ids)
         blocks = list(block_ids)[: -(-len(token_ids) // self._cache.block_size)]
         self._waiting.append(_Transfer(req_id, key, sample, blocks, len(token_ids)))
 
@@ -108,34 +108,36 @@ class CudaCopier:
             transfer.begun = torch.cuda.Event(enable_timing=True)
             transfer.begun.record(self._stream)
         if self._is_direct(transfer):
-            for first, gathered in self._pieces(transfer):
-                _copy_layers(gathered, transfer.sample.states[:, first : first + gathered.shape[1]])
+            for first, encoded in self._pieces(transfer):
+                _copy_layers(encoded, transfer.sample.places(first, encoded[0].shape[1]))
             return True
-        for first, gathered in self._pieces(transfer):
-            if not self._pinned.copy(self._stream, gathered, transfer, first, block):
+        for first, encoded in self._pieces(transfer):
+            if not self._pinned.copy(self._stream, encoded, transfer, first, block):
                 return False
             transfer.next_block = min(len(transfer.blocks), first // self._cache.block_size + self._piece_blocks)
         self._pinned.hand_over(transfer)
         return True
 
-    def _pieces(self, transfer: _Transfer) -> Iterator[tuple[int, torch.Tensor]]:
-        """The first token and the gathered states `[layers, tokens, hidden]` of each piece not copied yet."""
+    def _pieces(self, transfer: _Transfer) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+        """The first token and the gathered, encoded states of each piece not copied yet."""
         size = self._cache.block_size
         ids = torch.tensor(transfer.blocks, pin_memory=True).to(self._cache.tensor.device, non_blocking=True)
         for begin in range(transfer.next_block, len(transfer.blocks), self._piece_blocks):
             tokens = min(self._piece_blocks * size, transfer.tokens - begin * size)
-            yield begin * size, self._cache.gather(ids[begin : begin + self._piece_blocks])[:, :tokens]
+            gathered = self._cache.gather(ids[begin : begin + self._piece_blocks])[:, :tokens]
+            yield begin * size, self._layout.encode(gathered)
 
     def _count(self, transfer: _Transfer) -> None:
         assert transfer.begun is not None and transfer.ended is not None
         seconds = transfer.begun.elapsed_time(transfer.ended) / 1000
-        self._metrics.add("GPU to host", seconds, transfer.sample.states.nbytes)
+        self._metrics.add("GPU to host", seconds, transfer.sample.nbytes)
 
 
-def _copy_layers(states: torch.Tensor, host: torch.Tensor) -> None:
+def _copy_layers(parts: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
     # One at a time: a copy into host memory with gaps would go through a temporary, and block.
-    for source, target in zip(states, host, strict=True):
-        target.copy_(source, non_blocking=True)
+    for part, place in zip(parts, host, strict=True):
+        for source, target in zip(part, place, strict=True):
+            target.copy_(source, non_blocking=True)
 
 
 def _has_ended(transfer: _Transfer) -> bool:
@@ -160,29 +162,28 @@ class _PinnedWriters:
     """Pinned buffers, allocated when first used, and threads that move them into staged samples."""
 
     def __init__(
-        self, cache: StateCache, area: StagingArea, piece_blocks: int, pinned_bytes: int, metrics: Metrics
+        self, layout: StagedLayout, area: StagingArea, piece_tokens: int, pinned_bytes: int, metrics: Metrics
     ) -> None:
-        self._area, self._metrics = area, metrics
-        self._shape = (len(cache.layers), piece_blocks * cache.block_size, cache.hidden)
-        self._dtype = cache.tensor.dtype
-        self._left = max(2, pinned_bytes // (piece_blocks * cache.token_bytes * cache.block_size))
-        self._pool: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._layout, self._area, self._metrics = layout, area, metrics
+        self._piece_tokens = piece_tokens
+        self._left = max(2, pinned_bytes // layout.at_most(piece_tokens))
+        self._pool: queue.SimpleQueue[tuple[torch.Tensor, ...]] = queue.SimpleQueue()
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="rayhs-stage")
 
     def copy(
-        self, stream: torch.cuda.Stream, gathered: torch.Tensor, transfer: _Transfer, first: int, block: bool
+        self, stream: torch.cuda.Stream, encoded: Sequence[torch.Tensor], transfer: _Transfer, first: int, block: bool
     ) -> bool:
         """Copy a piece to the host; False where every buffer is in use and ``block`` is not set."""
         pinned = self._buffer(block)
         self._metrics.waiting("wait for pinned memory", pinned is None)
         if pinned is None:
             return False
-        tokens = gathered.shape[1]
-        _copy_layers(gathered, pinned[:, :tokens])
+        tokens = encoded[0].shape[1]
+        _copy_layers(encoded, [part[:, :tokens] for part in pinned])
         copied = torch.cuda.Event()
         copied.record(stream)
-        target = transfer.sample.states[:, first : first + tokens]
-        transfer.writes.append(self._writers.submit(self._write, copied, pinned, target))
+        places = transfer.sample.places(first, tokens)
+        transfer.writes.append(self._writers.submit(self._write, copied, pinned, places))
         return True
 
     def hand_over(self, transfer: _Transfer) -> None:
@@ -192,21 +193,25 @@ class _PinnedWriters:
     def close(self) -> None:
         self._writers.shutdown(wait=True)
 
-    def _buffer(self, block: bool) -> torch.Tensor | None:
+    def _buffer(self, block: bool) -> tuple[torch.Tensor, ...] | None:
         try:
             return self._pool.get(block=block and not self._left)
         except queue.Empty:
             if not self._left:
                 return None
         self._left -= 1
-        return torch.empty(self._shape, dtype=self._dtype, pin_memory=True)
+        return self._layout.empty(self._piece_tokens, pinned=True)
 
-    def _write(self, copied: torch.cuda.Event, pinned: torch.Tensor, target: torch.Tensor) -> None:
+    def _write(
+        self, copied: torch.cuda.Event, pinned: tuple[torch.Tensor, ...], places: Sequence[torch.Tensor]
+    ) -> None:
         try:
             copied.synchronize()
             # vLLM's worker made both tensors in inference mode; threads start outside.
-            with self._metrics.timed("pinned to staging", target.nbytes), torch.inference_mode():
-                target.copy_(pinned[:, : target.shape[1]])
+            nbytes = sum(place.nbytes for place in places)
+            with self._metrics.timed("pinned to staging", nbytes), torch.inference_mode():
+                for part, place in zip(pinned, places, strict=True):
+                    place.copy_(part[:, : place.shape[1]])
         finally:
             self._pool.put(pinned)
 

@@ -90,7 +90,7 @@ class Dataset:
 
     @property
     def dtype(self) -> str:
-        """Name of the stored dtype: float32, float16 or bfloat16."""
+        """Name of the stored dtype: float32, float16, bfloat16 or float8_e4m3fn."""
         return self.info.dtype
 
     @property
@@ -136,9 +136,10 @@ class Dataset:
             index=row["index"],
             token_ids=stored.token_ids,
             loss_mask=stored.loss_mask,
-            hidden_states=LayerStates(stored.states),
+            hidden_states=LayerStates(stored.engine_states(self.info.engine_dtype)),
             status=row["status"],
             _plan=self._plan,
+            _quantized=LayerStates({k: (stored.states[k], scales) for k, scales in stored.scales.items()}),
         )
 
     def by_id(self, sample_id: str) -> Sample:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, Protocol
 
+from rayhs.codec import FP8
 from rayhs.config import EngineConfig, RunConfig, fake_shape
 from rayhs.errors import EngineError, SampleError, one_line
 from rayhs.fake import FakeEngine
@@ -46,7 +47,14 @@ def make_engine(
 ) -> Engine:
     """Not started; with ``metrics`` the connector writes a `rayhs.metrics.MetricsFile` into ``area``."""
     if fake_shape(config.model):
-        return FakeEngine(area, layers, model.hidden_size, engine_dtype(config, model), config.engine.include_generated)
+        return FakeEngine(
+            area,
+            layers,
+            model.hidden_size,
+            engine_dtype(config, model),
+            config.engine.include_generated,
+            quantizes=config.shards.dtype == FP8,
+        )
     return VllmEngine(config, engine_dtype(config, model), layers, area, metrics)
 
 
@@ -59,8 +67,8 @@ def speculative_config(layers: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def kv_transfer_config(area: StagingArea, metrics: bool = False) -> dict[str, Any]:
-    """vLLM's ``kv_transfer_config`` that stages those states in ``area``."""
+def kv_transfer_config(area: StagingArea, metrics: bool = False, quantizes: bool = False) -> dict[str, Any]:
+    """vLLM's ``kv_transfer_config`` that stages those states in ``area``, in float8_e4m3fn if it ``quantizes``."""
     return {
         "kv_connector": "HiddenStatesConnector",
         "kv_connector_module_path": "rayhs.connector",
@@ -70,6 +78,7 @@ def kv_transfer_config(area: StagingArea, metrics: bool = False) -> dict[str, An
             "staging_bytes": area.max_bytes,
             "preallocate": True,
             "metrics": metrics,
+            "dtype": FP8 if quantizes else None,
         },
     }
 
@@ -112,7 +121,7 @@ def engine_arguments(
     return {
         **plain_arguments(config, dtype),
         "speculative_config": speculative_config(layers),
-        "kv_transfer_config": kv_transfer_config(area, metrics),
+        "kv_transfer_config": kv_transfer_config(area, metrics, quantizes=config.shards.dtype == FP8),
     }
 
 

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from rayhs.arena import NoRoomNow
-from rayhs.codec import STATE_DTYPES, Array, build_header, staged_specs
+from rayhs.codec import FP8, STATE_DTYPES, Array, build_header, staged_specs
 from rayhs.errors import EngineError, SampleError
+from rayhs.fp8 import quantize
 from rayhs.staging import StagingArea
 
 _BLOCKED_PAUSE_S = 0.05
@@ -47,9 +48,17 @@ def _table(hidden: int, dtype: str) -> Array:
 class FakeEngine:
     """Same methods as `rayhs.engine.VllmEngine`."""
 
-    def __init__(self, area: StagingArea, layers: Sequence[int], hidden: int, dtype: str, generated: int = 0) -> None:
+    def __init__(
+        self,
+        area: StagingArea,
+        layers: Sequence[int],
+        hidden: int,
+        dtype: str,
+        generated: int = 0,
+        quantizes: bool = False,
+    ) -> None:
         self._area, self._layers, self._hidden, self._dtype = area, tuple(layers), hidden, dtype
-        self._generated = generated
+        self._generated, self._quantizes = generated, quantizes
         self._dead = False
         self._threads = ThreadPoolExecutor(_THREADS)
 
@@ -72,7 +81,8 @@ class FakeEngine:
 
     def _stage(self, key: str, token_ids: list[int]) -> bool:
         """False while the file system has no room."""
-        specs = staged_specs(self._layers, self._hidden, self._dtype, len(token_ids))
+        dtype = FP8 if self._quantizes else self._dtype
+        specs = staged_specs(self._layers, self._hidden, dtype, len(token_ids))
         header = build_header(specs, {"engine": "fake"})
         try:
             staged = self._area.create(key, len(header) + sum(spec.nbytes for spec in specs))
@@ -80,16 +90,22 @@ class FakeEngine:
             return False
         memory = staged.buffer
         memory[: len(header)] = header
-        rows: list[Array] = [fake_states(token_ids, k, self._hidden, self._dtype) for k in self._layers]
-        if NAN_TOKEN in token_ids:
-            rows[-1] = rows[-1].copy()
-            rows[-1][token_ids.index(NAN_TOKEN), 0] = np.nan
         position = len(header)
-        for array in [*rows, np.asarray(token_ids, np.int32)]:
+        for array in [*self._staged(token_ids), np.asarray(token_ids, np.int32)]:
             memory[position : position + array.nbytes] = array.view(np.uint8).reshape(-1).data
             position += array.nbytes
         staged.publish()
         return True
+
+    def _staged(self, token_ids: list[int]) -> list[Array]:
+        states = [fake_states(token_ids, k, self._hidden, self._dtype) for k in self._layers]
+        if NAN_TOKEN in token_ids:
+            states[-1] = states[-1].copy()
+            states[-1][token_ids.index(NAN_TOKEN), 0] = np.nan
+        if not self._quantizes:
+            return states
+        q, scales, errors = zip(*map(quantize, states), strict=True)
+        return [*q, *scales, *errors]
 
     async def stop(self) -> None:
         self._dead = True

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from rayhs.layout import Plan, ShardId, index_name
+from rayhs.layout import CommitRecord, LayerError, Plan, ShardId, index_name
 from rayhs.reading.catalog import read_commits
 from rayhs.reading.index_table import index_rows
 from rayhs.reading.plan_reader import PlanReader
@@ -23,7 +23,7 @@ _COLUMNS = ["index", "sample_id", "status", "reason"]
 class Totals:
     """What the index holds; ``reasons`` counts failed and rejected samples by category.
 
-    ``index_checksums`` as in `rayhs.layout.Summary`.
+    ``index_checksums`` and ``errors`` as in `rayhs.layout.Summary`.
     """
 
     ok: int = 0
@@ -33,6 +33,8 @@ class Totals:
     bytes: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     index_checksums: list[str] = field(default_factory=list)
+    errors: dict[str, LayerError] = field(default_factory=dict)
+    error_tokens: int = 0
 
 
 def write_index(store: Store, plan: Plan) -> Totals:
@@ -50,6 +52,7 @@ def write_index(store: Store, plan: Plan) -> Totals:
         for shard, commit in zip(shards, read_commits(store, shards), strict=True):
             parts.append(index_rows(samples.rows(shard, _COLUMNS), commit))
             totals.bytes += commit.object_bytes
+            _add_errors(totals, commit)
         table = pa.concat_tables(parts)
         sink = io.BytesIO()
         pq.write_table(table, sink, write_page_checksum=True)
@@ -57,6 +60,15 @@ def write_index(store: Store, plan: Plan) -> Totals:
         totals.index_checksums.append(xxhash.xxh3_128(sink.getvalue()).hexdigest())
         _count(totals, table)
     return totals
+
+
+def _add_errors(totals: Totals, commit: CommitRecord) -> None:
+    tokens = sum(commit.good_tokens)
+    totals.error_tokens += tokens
+    for layer, error in commit.errors.items():
+        before = totals.errors.get(layer, error)
+        mean = before.mean + (error.mean - before.mean) * tokens / totals.error_tokens
+        totals.errors[layer] = LayerError(mean=mean, max=max(before.max, error.max))
 
 
 def _count(totals: Totals, table: pa.Table) -> None:

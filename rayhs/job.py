@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from rayhs.codec import STATE_DTYPES
+from rayhs.codec import FP8, staged_bytes_at_most, token_bytes
 from rayhs.config import RunConfig
 from rayhs.errors import EngineError
 from rayhs.layout import DatasetRecord
@@ -63,18 +63,20 @@ class Job:
             record.include_generated,
         )
 
-    @property
-    def token_bytes(self) -> int:
-        """Host bytes of one token's states in flight: staged, and converted where they are stored in another dtype."""
+    def sample_bytes(self, tokens: int) -> int:
+        """Host bytes of a sample in flight, at most: staged, and converted where it is stored in another dtype."""
         record = self.dataset
-        dtypes = {record.engine_dtype, record.dtype}
-        return len(record.layers) * record.hidden_size * sum(STATE_DTYPES[d].itemsize for d in dtypes)
+        staged_dtype = record.dtype if record.dtype == FP8 else record.engine_dtype
+        staged = staged_bytes_at_most(record.layers, record.hidden_size, staged_dtype, tokens)
+        if record.dtype == staged_dtype:
+            return staged
+        return staged + tokens * token_bytes(record.layers, record.hidden_size, record.dtype)
 
     @property
     def largest_shard_bytes(self) -> int:
         """An upper bound of what the largest shard of the plan takes in staging."""
         tokens = max((t for f in self.dataset.plan.files for t in f.shard_tokens), default=0)
-        return int(tokens * (self.token_bytes + 8) * 1.02) + 2**20
+        return int(1.02 * self.sample_bytes(tokens)) + 4 * tokens + 2**20
 
     @property
     def wanted_staging_bytes(self) -> int:

@@ -196,14 +196,22 @@ class DatasetRecord(Record):
         return self
 
 
+class LayerError(Record):
+    """How far the float8_e4m3fn states of a layer are from the engine's, over tokens: ``||x - q s|| / ||x||``."""
+
+    mean: Annotated[float, Field(ge=0)]
+    max: Annotated[float, Field(ge=0)]
+
+
 class CommitRecord(Record):
     """``commits/<shard>.json``: makes one attempt of a shard the valid one.
 
     Lists have one entry a planned sample of the shard, in plan order. ``token_start`` and
     ``num_tokens`` are rows of the object's tensors (0 and 0 for a failed sample); ``checksum`` is
     xxh3_64 (16 hex digits) of the sample's stored states, layers ascending, each `[tokens, hidden]`
-    in row-major order (scales after each layer where there are any). ``object_checksum`` is
-    xxh3_128 of the whole object. A shard without any good sample has no object.
+    in row-major order, then of its scales, layers ascending, where there are any. ``object_checksum``
+    is xxh3_128 of the whole object. A shard without any good sample has no object. ``errors`` are by
+    layer id, of the shard's good samples, where states are stored in float8_e4m3fn.
     """
 
     shard: str
@@ -217,6 +225,7 @@ class CommitRecord(Record):
     status: Annotated[list[SampleStatus], FailFast()]
     reason: Annotated[list[str | None], FailFast()]
     checksum: Annotated[list[str | None], FailFast()]
+    errors: dict[str, LayerError] = Field(default_factory=dict)
     seconds: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -247,7 +256,8 @@ class CommitRecord(Record):
 class Summary(Record):
     """``summary.json``: totals of a finished run; its presence means complete.
 
-    ``index_checksums``: xxh3_128 in hex of the bytes of each index file, in order.
+    ``index_checksums``: xxh3_128 in hex of the bytes of each index file, in order. ``errors`` as in
+    `CommitRecord`, of all shards.
     """
 
     samples: Count
@@ -260,5 +270,6 @@ class Summary(Record):
     seconds: float
     tokens_per_second: float
     reasons: dict[str, Count]
+    errors: dict[str, LayerError] = Field(default_factory=dict)
     index_checksums: Annotated[list[str], FailFast()]
     finished: str

@@ -3,8 +3,8 @@ sample and layer are one column chunk.
 
 Columns: ``index`` int64, ``sample_id`` string, ``token_ids`` list<int32>, ``loss_mask`` list<uint8>
 and ``hidden_states.<k>`` for each layer. float32 and float16 states are `[tokens][hidden]` nested
-lists. bfloat16 has no Arrow type: it is one little-endian byte string a sample, with its dtype and
-shape in the field's metadata.
+lists. bfloat16 and float8_e4m3fn have no Arrow type: they are one little-endian byte string a sample,
+with dtype and shape in the field's metadata; ``hidden_scales.<k>`` list<float32> belongs to float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayhs.codec import STATE_DTYPES, Array, state_name
+from rayhs.codec import STATE_DTYPES, Array, scale_names, state_name
 from rayhs.errors import FormatError, SampleError, one_line
 from rayhs.parquet_footer import Chunk, Group, parse_groups
 from rayhs.parquet_pages import ARROW_ERRORS, Buffer, check_pages, chunks_of, read_group
 
-# index, sample_id, token_ids int32 [tokens], loss_mask uint8 [tokens], {layer: [tokens, hidden]}
-ShardRow = tuple[int, str, Array, Array, Mapping[int, Array]]
+# index, sample_id, token_ids int32 [tokens], loss_mask uint8 [tokens], states {layer: [tokens, hidden]},
+# scales {layer: [tokens]} (empty but for float8_e4m3fn)
+ShardRow = tuple[int, str, Array, Array, Mapping[int, Array], Mapping[int, Array]]
 
 _MAX_VALUE_BYTES = 2**31 - 2**16  # Parquet counts the bytes of a page in an int32
 _TOKENS = pa.list_(pa.field("element", pa.int32(), nullable=False))
 _MASK = pa.list_(pa.field("element", pa.uint8(), nullable=False))
+_SCALES = pa.list_(pa.field("element", pa.float32(), nullable=False))
 _ARROW = {"float32": pa.float32(), "float16": pa.float16()}
 
 
@@ -43,6 +45,7 @@ def shard_schema(
         pa.field("token_ids", _TOKENS, nullable=False),
         pa.field("loss_mask", _MASK, nullable=False),
         *(pa.field(state_name(k), kind, nullable=False, metadata=stated) for k in layers),
+        *(pa.field(name, _SCALES, nullable=False) for name in scale_names(layers, dtype)),
     ]
     return pa.schema(fields, metadata=dict(metadata or {}))
 
@@ -61,7 +64,8 @@ def write_shard(
     Args:
         sink: a binary file open for writing; it is not closed.
         samples: good samples in plan order: index, sample id, token ids int32 `[tokens]`, loss mask
-            uint8 `[tokens]`, and for each layer its states `[tokens, hidden]` in ``dtype``.
+            uint8 `[tokens]`, for each layer its states `[tokens, hidden]` in ``dtype``, and for each
+            layer of float8_e4m3fn its scales float32 `[tokens]`.
 
     Returns:
         The number of samples written.
@@ -165,10 +169,10 @@ def decode_states(column: pa.Array, hidden: int, dtype: str) -> Array:
     Raises:
         FormatError: a null, or a length that is not whole tokens.
     """
-    if dtype == "bfloat16":
+    if dtype not in _ARROW:
         flat = np.frombuffer(column[0].as_buffer() or b"", dtype=np.uint8)
-        if flat.size % (2 * hidden):
-            raise FormatError(f"{flat.size} bytes of states are not whole tokens of {hidden} bfloat16 values")
+        if flat.size % (STATE_DTYPES[dtype].itemsize * hidden):
+            raise FormatError(f"{flat.size} bytes of states are not whole tokens of {hidden} {dtype} values")
         return flat.view(STATE_DTYPES[dtype]).reshape(-1, hidden)
     rows = column.flatten()
     values = rows.flatten()
@@ -194,7 +198,7 @@ def _state_type(hidden: int, dtype: str) -> pa.DataType:
 
 
 def _encode_row(row: ShardRow, layers: Sequence[int], schema: pa.Schema) -> pa.RecordBatch:
-    index, sample_id, token_ids, loss_mask, states = row
+    index, sample_id, token_ids, loss_mask, states, scales = row
     columns = [
         pa.array([index], pa.int64()),
         pa.array([sample_id], pa.string()),
@@ -202,6 +206,7 @@ def _encode_row(row: ShardRow, layers: Sequence[int], schema: pa.Schema) -> pa.R
         _one_list(pa.array(np.asarray(loss_mask, np.uint8)), _MASK),
     ]
     columns += [_encode_states(states[k], schema.field(state_name(k)).type, sample_id) for k in layers]
+    columns += [_one_list(pa.array(scales[k]), _SCALES) for k in layers if k in scales]
     return pa.record_batch(columns, schema=schema)
 
 

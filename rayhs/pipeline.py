@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rayhs import gc, repair
 from rayhs.cluster import cluster, graceful_stop
-from rayhs.codec import STATE_DTYPES
+from rayhs.codec import token_bytes
 from rayhs.config import PromptsConfig, RunConfig, fake_shape, load_config, parse_config
 from rayhs.engine import device
 from rayhs.errors import (
@@ -137,7 +137,6 @@ def run_plan(config: RunConfig, on_progress: OnProgress = _ignore) -> PlanResult
             dataset, reasons = run.ensure_plan()
     plan = dataset.plan
     stored_tokens = plan.tokens + dataset.include_generated * (plan.samples - plan.rejected)
-    token_bytes = len(dataset.layers) * dataset.hidden_size * STATE_DTYPES[dataset.dtype].itemsize
     return PlanResult(
         uri=run.store.uri,
         model=dataset.model,
@@ -146,7 +145,7 @@ def run_plan(config: RunConfig, on_progress: OnProgress = _ignore) -> PlanResult
         rejected=plan.rejected,
         reasons=dict(reasons),
         tokens=plan.tokens,
-        state_bytes=stored_tokens * token_bytes,
+        state_bytes=stored_tokens * token_bytes(dataset.layers, dataset.hidden_size, dataset.dtype),
         shards=len(plan.shard_ids()),
         dtype=dataset.dtype,
         hidden_size=dataset.hidden_size,
@@ -342,6 +341,7 @@ class _Run:
             seconds=round(done.seconds, 3) or (before.seconds if before else 0.0),
             tokens_per_second=round(done.tokens_per_second, 1) or (before.tokens_per_second if before else 0.0),
             reasons=dict(totals.reasons),
+            errors=totals.errors,
             index_checksums=totals.index_checksums,
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
         )

@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 import stamina
 
 from rayhs.budget import ByteBudget
-from rayhs.codec import STATE_DTYPES, staged_bytes_at_most
 from rayhs.engine import Engine, make_engine
 from rayhs.errors import (
     REPAIR_HINT,
@@ -274,15 +273,8 @@ class Replica:
             logger.warning("to extract them again, delete %s by hand: %s", ", ".join(names), error)
 
     def _staged_bytes(self, planned: Sequence[PlannedSample]) -> int:
-        record, extra = self._job.dataset, self._job.dataset.include_generated
-        staged = sum(
-            staged_bytes_at_most(record.layers, record.hidden_size, record.engine_dtype, len(p.token_ids) + extra)
-            for p in planned
-        )
-        if record.dtype != record.engine_dtype:
-            tokens = sum(len(p.token_ids) + extra for p in planned)
-            staged += tokens * len(record.layers) * record.hidden_size * STATE_DTYPES[record.dtype].itemsize
-        return min(staged, self.budget.limit)
+        extra = self._job.dataset.include_generated
+        return min(sum(self._job.sample_bytes(len(p.token_ids) + extra) for p in planned), self.budget.limit)
 
     def _receipt(self, record: CommitRecord, started: float) -> Receipt:
         return Receipt(

@@ -27,7 +27,8 @@ _FIRST_TOKENS = 16
 class StatusReport:
     """How far a dataset is. Counts are samples, tokens are stored ones, ``bytes`` is of shard objects.
 
-    ``reasons`` counts failed and rejected samples by reason, numbers in them replaced by N.
+    ``reasons`` counts failed and rejected samples by reason, numbers in them replaced by N. ``errors``
+    are by layer id, of a complete dataset stored in float8_e4m3fn (`rayhs.layout.LayerError`).
     """
 
     uri: str
@@ -48,6 +49,7 @@ class StatusReport:
     committed_shards: int
     bytes: int
     reasons: dict[str, int]
+    errors: dict[str, dict[str, float]]
     created: str
     finished: str | None
 
@@ -68,6 +70,7 @@ def status(store: Store) -> StatusReport:
             "tokens": summary.tokens,
         }
         done |= {"bytes": summary.bytes, "committed_shards": shards, "finished": summary.finished}
+        done |= {"errors": {layer: error.model_dump() for layer, error in summary.errors.items()}}
         return _status(store, record, done, summary.reasons)
     found: dict[str, Any] = dict.fromkeys(("ok", "failed", "tokens", "bytes", "committed_shards"), 0)
     for commit in read_commits(store, _committed(store, record)):
@@ -78,7 +81,8 @@ def status(store: Store) -> StatusReport:
         found["bytes"] += commit.object_bytes
     # As in the summary, numbers in reasons are made equal: the kinds of reason stay few.
     reasons = Counter(re.sub(r"\d+", "N", row["reason"] or "") for row in failures(store))
-    return _status(store, record, {**found, "rejected": plan.rejected, "finished": None}, dict(reasons))
+    found |= {"rejected": plan.rejected, "errors": {}, "finished": None}
+    return _status(store, record, found, dict(reasons))
 
 
 def _status(store: Store, record: DatasetRecord, done: dict[str, Any], reasons: dict[str, int]) -> StatusReport:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import xxhash
 from rayhs import codec, parquet_codec
 from rayhs.codec import Array
 from rayhs.errors import FormatError, SampleError, StoreUnavailable
-from rayhs.layout import CommitRecord, ShardFormat, ShardId, commit_name, new_attempt, object_name
+from rayhs.layout import CommitRecord, LayerError, ShardFormat, ShardId, commit_name, new_attempt, object_name
 from rayhs.store import Store
 
 _UPLOAD_PIECE = 8 * 2**20
@@ -39,17 +39,32 @@ class PlannedSample:
 
 @dataclass(frozen=True)
 class GoodSample:
-    """A sample with checked states, each `[tokens, hidden]`, in the dtype they are stored in."""
+    """A sample with checked states, each `[tokens, hidden]`, in the dtype they are stored in.
+
+    ``scales`` and ``errors``, float32 `[tokens]` a layer, are those of `rayhs.fp8`, or empty.
+    """
 
     planned: PlannedSample
     token_ids: Array
     loss_mask: Array
     states: Mapping[int, Array]
     checksum: str
+    scales: Mapping[int, Array] = field(default_factory=dict)
+    errors: Mapping[int, Array] = field(default_factory=dict)
 
     def detached(self) -> GoodSample:
         """The same in memory of its own, for when its engine's staging memory goes away."""
-        return replace(self, token_ids=self.token_ids.copy(), states={k: s.copy() for k, s in self.states.items()})
+        return replace(
+            self,
+            token_ids=self.token_ids.copy(),
+            states=_copies(self.states),
+            scales=_copies(self.scales),
+            errors=_copies(self.errors),
+        )
+
+
+def _copies(arrays: Mapping[int, Array]) -> dict[int, Array]:
+    return {layer: array.copy() for layer, array in arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,10 @@ class FailedSample:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What every shard of a run has in common; ``metadata`` goes into each object's header."""
+    """What every shard of a run has in common; ``metadata`` goes into each object's header.
+
+    Samples are staged in ``dtype`` where that is float8_e4m3fn, else in ``engine_dtype``.
+    """
 
     layers: tuple[int, ...]
     hidden: int
@@ -91,31 +109,41 @@ def read_staged(memory: memoryview, planned: PlannedSample, spec: ShardSpec) -> 
         raise SampleError(
             f"wrong states: {len(token_ids)} tokens came back for a prompt of {prompt}, or of other tokens"
         )
-    expected = {codec.state_name(k) for k in spec.layers}
+    expected = {t.name for t in codec.staged_specs(spec.layers, spec.hidden, spec.dtype, 0)} - {"token_ids"}
     if set(arrays) != expected:
         raise SampleError(f"wrong states: layers {sorted(arrays)} came back, expected {sorted(expected)}")
-    states = {k: _checked(arrays[codec.state_name(k)], token_ids, k, spec) for k in spec.layers}
+    quantized = spec.layers if spec.dtype == codec.FP8 else ()
+    scales = {k: _token_values(arrays[codec.scale_name(k)], token_ids, k) for k in quantized}
+    errors = {k: _token_values(arrays[codec.error_name(k)], token_ids, k) for k in quantized}
+    states = {k: _checked(arrays[codec.state_name(k)], scales.get(k), token_ids, k, spec) for k in spec.layers}
     loss_mask = np.ones(len(token_ids), np.uint8)
     if planned.loss_mask is not None:
         loss_mask[:prompt] = planned.loss_mask
-    return GoodSample(planned, token_ids, loss_mask, states, sample_checksum(states))
+    return GoodSample(planned, token_ids, loss_mask, states, sample_checksum(states, scales), scales, errors)
 
 
-def sample_checksum(states: Mapping[int, Array]) -> str:
-    """xxh3_64 of a sample's stored states, layers ascending; `CommitRecord.checksum`."""
+def sample_checksum(states: Mapping[int, Array], scales: Mapping[int, Array]) -> str:
+    """xxh3_64 of a sample's stored states, then of its scales, layers ascending; `CommitRecord.checksum`."""
     digest = xxhash.xxh3_64()
-    for layer in sorted(states):
-        digest.update(_bytes(states[layer]))
+    for arrays in (states, scales):
+        for layer in sorted(arrays):
+            digest.update(_bytes(arrays[layer]))
     return digest.hexdigest()
 
 
-def _checked(states: Array, token_ids: Array, layer: int, spec: ShardSpec) -> Array:
+def _token_values(values: Array, token_ids: Array, layer: int) -> Array:
+    if values.shape != token_ids.shape:
+        raise SampleError(f"wrong states: layer {layer} has {list(values.shape)} scales of {len(token_ids)} tokens")
+    return values
+
+
+def _checked(states: Array, scales: Array | None, token_ids: Array, layer: int, spec: ShardSpec) -> Array:
     if states.shape != (len(token_ids), spec.hidden):
         raise SampleError(
             f"wrong states: layer {layer} has shape {list(states.shape)}, expected {[len(token_ids), spec.hidden]}"
         )
-    check_states(states, token_ids, layer)
-    if spec.dtype == spec.engine_dtype:
+    check_states(states, token_ids, layer, scales)
+    if states.dtype == codec.STATE_DTYPES[spec.dtype]:
         return states
     with np.errstate(over="ignore"):
         converted = states.astype(codec.STATE_DTYPES[spec.dtype])
@@ -128,11 +156,14 @@ _BITS: dict[str, tuple[type, type, int]] = {
     "float32": (np.uint32, np.int32, 0x7F80_0000),
     "float16": (np.uint16, np.int16, 0x7C00),
     "bfloat16": (np.uint16, np.int16, 0x7F80),
+    codec.FP8: (np.uint8, np.int8, 0x7F),  # it has no infinity: this is NaN
 }
 
 
-def check_states(states: Array, token_ids: Array, layer: int) -> None:
+def check_states(states: Array, token_ids: Array, layer: int, scales: Array | None = None) -> None:
     """Refuse states `[tokens, hidden]` that are not finite, all zero, or the same for every token.
+
+    Those of float8_e4m3fn have ``scales`` float32 `[tokens]`.
 
     The same state for every token is right where every token id is the same (nothing distinguishes
     the positions), so that case passes.
@@ -146,11 +177,12 @@ def check_states(states: Array, token_ids: Array, layer: int) -> None:
     # float, the largest unsigned one the most negative. Two calls a layer, as each gives the GIL away once.
     sign = 1 << (8 * bits.itemsize - 1)
     largest = max(int(states.view(signed).max()), int(bits.max()) & ~sign)
-    if largest >= infinity:
+    if largest >= infinity or not (scales is None or np.isfinite(scales).all()):
         raise SampleError(f"not finite: layer {layer} has NaN or infinite states")
     if largest == 0:
         raise SampleError(f"all zero: layer {layer}")
-    if _constant(bits) and not (token_ids == token_ids[0]).all():
+    same_scale = scales is None or bool((scales == scales[0]).all())
+    if same_scale and _constant(bits) and not (token_ids == token_ids[0]).all():
         raise SampleError(f"constant: layer {layer} has the same state for every token")
 
 
@@ -232,7 +264,7 @@ def _parquet_pieces(
 ) -> tuple[Iterator[memoryview], int]:
     # Whole in memory, unlike safetensors: a Parquet file's length is known only once it is written.
     sink = io.BytesIO()
-    rows = ((g.planned.index, g.planned.sample_id, g.token_ids, g.loss_mask, g.states) for g in good)
+    rows = ((g.planned.index, g.planned.sample_id, g.token_ids, g.loss_mask, g.states, g.scales) for g in good)
     parquet_codec.write_shard(sink, rows, layers=spec.layers, hidden=spec.hidden, dtype=spec.dtype, metadata=metadata)
     data = sink.getbuffer()
     return iter([data]), len(data)
@@ -246,6 +278,9 @@ def _safetensors_pieces(header: bytes, good: Sequence[GoodSample], spec: ShardSp
     counts = [len(sample.token_ids) for sample in good]
     yield _bytes(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
     yield _bytes(np.asarray([sample.planned.index for sample in good], np.int64))
+    for layer in good[0].scales:
+        for sample in good:
+            yield _bytes(sample.scales[layer])
     for sample in good:
         yield _bytes(sample.token_ids.astype(np.int32))
     for sample in good:
@@ -277,5 +312,12 @@ def _record(
         status=["ok" if isinstance(r, GoodSample) else "failed" for r in results],
         reason=[r.reason if isinstance(r, FailedSample) else None for r in results],
         checksum=[r.checksum if isinstance(r, GoodSample) else None for r in results],
+        errors=_errors([r for r in results if isinstance(r, GoodSample)]),
         seconds=seconds,
     )
+
+
+def _errors(good: Sequence[GoodSample]) -> dict[str, LayerError]:
+    layers = good[0].errors if good else ()
+    tokens = {k: np.concatenate([sample.errors[k] for sample in good]) for k in layers}
+    return {str(k): LayerError(mean=float(e.mean(dtype=np.float64)), max=float(e.max())) for k, e in tokens.items()}

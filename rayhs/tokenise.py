@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from rayhs.codec import STATE_DTYPES
+from rayhs.codec import token_bytes
 from rayhs.config import RunConfig, StorageConfig
 from rayhs.layout import samples_name
 from rayhs.model import ModelInfo, max_prompt_tokens, state_dtype, tokenizer_source
@@ -37,8 +37,7 @@ def make_job(
     config: RunConfig, model: ModelInfo, layers: Sequence[int], labels: frozenset[str], store: Store | None
 ) -> Job:
     """What every task of a run needs. Raises ConfigError if the context has no room for a prompt."""
-    item = STATE_DTYPES[state_dtype(config, model)].itemsize
-    bytes_per_token = len(layers) * model.hidden_size * item
+    bytes_per_token = token_bytes(layers, model.hidden_size, state_dtype(config, model))
     return Job(
         rules=_rules(config, model),
         rule=CutRule(int(config.shards.target_bytes), bytes_per_token, config.engine.include_generated),

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from rayhs import codec, layout, parquet_codec
+from rayhs.fp8 import quantize
 from rayhs.layout import CommitRecord, DatasetRecord, Plan, SamplesFile, ShardId, Summary
 from rayhs.record import seal
 
@@ -30,6 +31,7 @@ class Row:
     token_ids: np.ndarray
     loss_mask: np.ndarray
     states: dict[int, np.ndarray]
+    scales: dict[int, np.ndarray] = field(default_factory=dict)
     status: str = "planned"
     reason: str | None = None
 
@@ -67,14 +69,14 @@ class Builder:
 
     def _row(self, rng: np.random.Generator, index: int) -> Row:
         tokens = int(rng.integers(2, 9))
-        states = {
-            k: rng.standard_normal((tokens, self.hidden)).astype(codec.STATE_DTYPES[self.dtype]) for k in self.layers
-        }
-        row = Row(
-            index, np.arange(tokens, dtype=np.int32) + 10 * index, (np.arange(tokens) % 2).astype(np.uint8), states
-        )
+        states = {k: rng.standard_normal((tokens, self.hidden)) for k in self.layers}
+        ids, mask = np.arange(tokens, dtype=np.int32) + 10 * index, (np.arange(tokens) % 2).astype(np.uint8)
+        row = Row(index, ids, mask, {k: s.astype(codec.STATE_DTYPES[self.dtype]) for k, s in states.items()})
+        if self.dtype == codec.FP8:
+            quantized = {k: quantize(s) for k, s in states.items()}
+            row.states, row.scales = ({k: parts[i] for k, parts in quantized.items()} for i in (0, 1))
         if index == REJECTED:
-            row.status, row.reason, row.states = "rejected", "the prompt is empty", {}
+            row.status, row.reason, row.states, row.scales = "rejected", "the prompt is empty", {}, {}
             row.token_ids, row.loss_mask = row.token_ids[:0], row.loss_mask[:0]
         if index == FAILED:
             row.status, row.reason = "failed", "states are not finite"
@@ -106,7 +108,7 @@ class Builder:
             hidden_size=self.hidden,
             dtype=self.dtype,
             shard_format=self.shard_format,  # type: ignore[arg-type]
-            engine_dtype=self.engine_dtype or self.dtype,
+            engine_dtype=self.engine_dtype or ("bfloat16" if self.dtype == codec.FP8 else self.dtype),
             include_generated=self.include_generated,
             plan=Plan(fingerprint="f" * 32, input="i" * 32, files=files),
             versions={"rayhs": "0.1.0"},
@@ -154,7 +156,7 @@ class Builder:
         metadata |= {"plan": record.plan.fingerprint, "layers": ",".join(map(str, record.layers))}
         if self.shard_format == "parquet":
             sink = io.BytesIO()
-            samples = ((r.index, r.sample_id, r.token_ids, r.loss_mask, r.states) for r in good)
+            samples = ((r.index, r.sample_id, r.token_ids, r.loss_mask, r.states, r.scales) for r in good)
             parquet_codec.write_shard(
                 sink, samples, layers=self.layers, hidden=self.hidden, dtype=self.dtype, metadata=metadata
             )
@@ -164,12 +166,14 @@ class Builder:
         tensors: list[Any] = [np.concatenate([r.states[k] for r in good]) for k in self.layers]
         tensors.append(np.cumsum([0, *counts]).astype(np.int64))
         tensors.append(np.array([r.index for r in good], np.int64))
+        tensors += [np.concatenate([r.scales[k] for r in good]) for k in self.layers if self.dtype == codec.FP8]
         tensors.append(np.concatenate([r.token_ids for r in good]))
         tensors.append(np.concatenate([r.loss_mask for r in good]))
         return codec.build_header(specs, metadata) + b"".join(t.tobytes() for t in tensors)
 
     def checksum(self, row: Row) -> str:
-        return xxhash.xxh3_64(b"".join(row.states[k].tobytes() for k in self.layers)).hexdigest()
+        parts = [part[k].tobytes() for part in (row.states, row.scales) if part for k in self.layers]
+        return xxhash.xxh3_64(b"".join(parts)).hexdigest()
 
     def _write_samples(self, file: int, groups: Sequence[Sequence[Row]]) -> SamplesFile:
         sink = io.BytesIO()

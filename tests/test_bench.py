@@ -60,7 +60,8 @@ def test_the_prompts_of_the_run_file(tmp_path: Path) -> None:
 def test_beside_plain_vllm(tmp_path: Path) -> None:
     model = save_tiny_model("llama", tmp_path / "model")
     engine = {"dtype": "float32", "max_model_len": 256, "vllm": {"enforce_eager": True}}
-    config = load_config(run_file(tmp_path, str(model), engine=engine))
+    # In float8, so that a real engine has quantised once; which states those are is test_connector's.
+    config = load_config(run_file(tmp_path, str(model), engine=engine, shards={"dtype": "float8_e4m3fn"}))
     report = run_bench(config, Workload(40, 20, 200), lambda progress: None)
     assert (report.samples, report.tokens) == (40, sum(map(len, Workload(40, 20, 200).prompts(500))))
     assert report.plain[0] > 0 and report.rayhs[0] > 0

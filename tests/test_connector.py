@@ -20,8 +20,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from rayhs.copying import HostCopier, StateCache
+from rayhs.codec import FP8
+from rayhs.copying import HostCopier, StagedLayout, StateCache
+from rayhs.fp8 import quantize
 from rayhs.metrics import Metrics
+from rayhs.shards import PlannedSample, ShardSpec, read_staged
 from rayhs.staging import StagingArea
 from tests.models import Oracle, random_prompts, relative_error, save_tiny_model
 
@@ -98,7 +101,7 @@ def test_copies_follow_the_block_table(tmp_path: Path, block_axis: int) -> None:
     shape[block_axis], shape[3 - block_axis] = block, len(layers)
     tensor = torch.randn(shape)
     area = StagingArea(tmp_path, 2**20)
-    copier = HostCopier(StateCache(tensor, block_axis, layers), area, Metrics())
+    copier = HostCopier(StagedLayout(StateCache(tensor, block_axis, layers), quantizes=False), area, Metrics())
     copier.start("request", "key", list(range(10)), [7, 3, 9])
     assert copier.poll() == {"request"} and copier.poll() == set()
     got = safetensors.numpy.load_file(area.path("key"))
@@ -108,6 +111,28 @@ def test_copies_follow_the_block_table(tmp_path: Path, block_axis: int) -> None:
             where: list[int] = [(7, 3, 9)[position // block], 0, 0]
             where[block_axis], where[3 - block_axis] = position % block, i
             assert np.array_equal(got[f"hidden_states.{layer}"][position], tensor[tuple(where)].numpy())
+
+
+@pytest.mark.parametrize("preallocate", [False, True])
+def test_copies_in_float8(tmp_path: Path, preallocate: bool) -> None:
+    import torch
+
+    layers, block, hidden = (2, 5), 4, 8
+    tensor = torch.randn([10, block, len(layers), hidden], dtype=torch.bfloat16)
+    area = StagingArea(tmp_path, 2**20)
+    if preallocate:
+        area.preallocate()
+    copier = HostCopier(StagedLayout(StateCache(tensor, 1, layers), quantizes=True), area, Metrics())
+    assert copier.staged_bytes(10) < 2048
+    copier.start("request", "key", list(range(10)), [7, 3, 9])
+    planned = PlannedSample(0, "row-0", np.arange(10, dtype=np.int32), None)
+    spec = ShardSpec(layers, hidden, "bfloat16", FP8, "safetensors", {})
+    sample = read_staged(area.take("key"), planned, spec)
+    for i, layer in enumerate(layers):
+        want = quantize(tensor[[7, 3, 9], :, i].reshape(-1, hidden)[:10].float().numpy())
+        assert np.array_equal(sample.states[layer].view(np.uint8), want[0].view(np.uint8))
+        assert np.array_equal(sample.scales[layer], want[1])
+        assert np.allclose(sample.errors[layer], want[2], rtol=1e-5)
 
 
 def test_a_step_that_vllm_runs_without_the_drafter_is_noticed() -> None:

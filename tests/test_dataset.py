@@ -27,12 +27,13 @@ from rayhs.errors import (
     RayhsError,
     SampleError,
 )
+from rayhs.fp8 import dequantize
 from rayhs.layout import ShardId
 from rayhs.store.local import LocalFolderStore
-from tests.builders import FAILED, HIDDEN, LAYERS, REJECTED, Builder
+from tests.builders import FAILED, HIDDEN, LAYERS, REJECTED, Builder, Row
 
 FORMATS = ("safetensors", "parquet")
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
 both_formats = pytest.mark.parametrize("shard_format", FORMATS)
 
 
@@ -57,8 +58,26 @@ def test_every_sample_comes_back_bit_by_bit(tmp_path: Path, shard_format: str, d
             assert sample.sample_id == row.sample_id and sample.index == row.index and sample.status == "ok"
             assert same(sample.token_ids, row.token_ids) and same(sample.loss_mask, row.loss_mask)
             assert list(sample.hidden_states) == list(LAYERS)
-            assert all(same(sample.hidden_states[k], row.states[k]) for k in LAYERS)
+            assert all(same(sample.hidden_states[k], engine_states(row, k)) for k in LAYERS)
         assert ds[row.index].columns == {"topic": f"topic {row.index}"}
+
+
+def engine_states(row: Row, layer: int) -> np.ndarray:
+    """The states of a row as a reader gets them."""
+    return dequantize(row.states[layer], row.scales[layer], "bfloat16") if row.scales else row.states[layer]
+
+
+@both_formats
+def test_float8_states_and_their_scales_as_they_are_stored(tmp_path: Path, shard_format: str) -> None:
+    row = Builder(tmp_path, shard_format=shard_format, dtype="float8_e4m3fn").write().good()[0]
+    sample = rayhs.open(str(tmp_path), layers=[2])[row.index]
+    states, scales = sample.quantized(2)
+    assert same(states, row.states[2]) and same(scales, row.scales[2])
+    with pytest.raises(KeyError, match="layer 0 was not read"):
+        sample.quantized(0)
+    Builder(tmp_path / "plain", shard_format=shard_format).write()
+    with pytest.raises(KeyError, match="not stored in float8"):
+        rayhs.open(str(tmp_path / "plain"))[0].quantized(2)
 
 
 @both_formats
@@ -69,12 +88,12 @@ def test_torch_tensors_have_the_same_bytes(tmp_path: Path, shard_format: str, dt
     row = Builder(tmp_path, shard_format=shard_format, dtype=dtype).write().good()[0]
     sample = rayhs.open(str(tmp_path))[row.index]
     one, every = sample.torch(2), sample.torch()
-    assert one.dtype == every.dtype == getattr(torch, dtype)
+    assert one.dtype == every.dtype == getattr(torch, dtype if dtype != "float8_e4m3fn" else "bfloat16")
     assert every.shape == (len(row.token_ids), len(LAYERS), HIDDEN)
-    assert one.view(torch.uint8).numpy().tobytes() == row.states[2].tobytes()
+    assert one.view(torch.uint8).numpy().tobytes() == engine_states(row, 2).tobytes()
     assert all(torch.equal(every[:, i], sample.torch(k)) for i, k in enumerate(LAYERS))
     one.zero_()
-    assert same(sample.hidden_states[2], row.states[2])
+    assert same(sample.hidden_states[2], engine_states(row, 2))
     with pytest.raises(KeyError, match="layer 3 was not read"):
         sample.torch(3)
 

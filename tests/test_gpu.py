@@ -80,10 +80,12 @@ def test_layer_0_without_torch_compile_is_refused(model: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "arena_bytes"), [("/dev/shm", 2**30), ("/dev/shm", 2**22), ("/tmp", 2**30), ("/tmp", 0)]
 )
-@pytest.mark.parametrize("block_axis", [1, 2])
-def test_copies_in_pieces_into_the_arena_and_with_a_small_pool(folder: str, block_axis: int, arena_bytes: int) -> None:
+@pytest.mark.parametrize(("block_axis", "quantizes"), [(1, False), (2, False), (2, True)])
+def test_copies_in_pieces_into_the_arena_and_with_a_small_pool(
+    folder: str, block_axis: int, quantizes: bool, arena_bytes: int
+) -> None:
     """An arena can be page-locked in memory, not on a disk; there states go through the pool."""
-    from rayhs.copying import StateCache
+    from rayhs.copying import StagedLayout, StateCache, quantize
     from rayhs.cuda_copying import CudaCopier
     from rayhs.metrics import Metrics
     from rayhs.staging import OwnedDirectory, StagingArea
@@ -96,7 +98,7 @@ def test_copies_in_pieces_into_the_arena_and_with_a_small_pool(folder: str, bloc
     area = StagingArea(owned.path / "engine", arena_bytes or 2**32)
     if arena_bytes:
         area.preallocate()  # the small one has no gap for most of them
-    copier = CudaCopier(StateCache(tensor, block_axis, layers), area, 1, Metrics())
+    copier = CudaCopier(StagedLayout(StateCache(tensor, block_axis, layers), quantizes), area, 1, Metrics())
     tables = {f"r{i}": torch.randperm(blocks - 1)[: 30 + 150 * i].add(1).tolist() for i in range(6)}
     tokens = {req: len(table) * block - 5 for req, table in tables.items()}
     for req, table in tables.items():
@@ -110,9 +112,13 @@ def test_copies_in_pieces_into_the_arena_and_with_a_small_pool(folder: str, bloc
     for req, table in tables.items():
         got = safetensors.torch.load(bytes(area.take(req)))
         rows = host[table]
-        want = rows.permute(2, 0, 1, 3) if block_axis == 1 else rows.permute(1, 0, 2, 3)
-        for i, layer in enumerate(layers):
-            assert torch.equal(got[f"hidden_states.{layer}"], want[i].reshape(-1, hidden)[: tokens[req]])
+        layers_first = rows.permute(2, 0, 1, 3) if block_axis == 1 else rows.permute(1, 0, 2, 3)
+        want = layers_first.reshape(len(layers), -1, hidden)[:, : tokens[req]]
+        names = ("states", "scales", "errors") if quantizes else ("states",)
+        parts = quantize(want.cuda()) if quantizes else (want,)
+        for name, part in zip(names, parts, strict=True):
+            for i, layer in enumerate(layers):
+                assert torch.equal(got[f"hidden_{name}.{layer}"].float(), part[i].cpu().float())
     owned.remove()
 
 

@@ -217,7 +217,7 @@ def result(planned: PlannedSample, failing: bool) -> GoodSample | FailedSample:
         return FailedSample(planned, "not finite: layer 2 has NaN or infinite states")
     ids = planned.token_ids
     states = {k: fake_states(ids.tolist(), k, HIDDEN) for k in (2, 8)}
-    return GoodSample(planned, ids, np.ones(len(ids), np.uint8), states, sample_checksum(states))
+    return GoodSample(planned, ids, np.ones(len(ids), np.uint8), states, sample_checksum(states, {}))
 
 
 def commit_object(store: Any, shard: ShardId) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 import rayhs
+from rayhs.cli.output import print_run
 from rayhs.cluster import graceful_stop
 from rayhs.config import RunConfig, parse_config
 from rayhs.errors import ConfigError, IdentityMismatch, InputError, RayhsError, TooManyRejected
@@ -25,8 +27,10 @@ from rayhs.job import Job
 from rayhs.model import describe_model
 from rayhs.pipeline import RunResult, run_extract, run_plan
 from rayhs.reading.catalog import read_dataset_record
+from rayhs.report import status
 from rayhs.store import open_store
 from rayhs.tally import Progress
+from rayhs.verify import verify
 from tests.fault_proxy import FaultProxy
 from tests.s3_servers import S3Server
 
@@ -98,6 +102,24 @@ def test_extract_takes_keywords_or_a_run_file(tmp_path: Path) -> None:
     assert rayhs.extract(tmp_path / "run.yaml").summary.ok == 5
     with pytest.raises(ConfigError):
         rayhs.extract()
+
+
+@pytest.mark.parametrize("shard_format", ["safetensors", "parquet"])
+def test_a_run_in_float8_takes_a_quarter_of_float32(tmp_path: Path, shard_format: str) -> None:
+    prompts = prompts_of(30)
+    shards = {"dtype": "float8_e4m3fn", "format": shard_format, "target_bytes": 100 * HIDDEN * 4}
+    result = run(tmp_path / "out", prompts, shards=shards)
+    tokens = sum(map(len, prompts))
+    assert result.summary.bytes < tokens * len(LAYERS) * (HIDDEN + 4) + tokens * 5 + 8000 * result.summary.shards
+    assert set(result.summary.errors) == set(map(str, LAYERS))
+    assert all(0.01 < error.mean < error.max < 0.05 for error in result.summary.errors.values())
+    report = verify(str(tmp_path / "out"))
+    assert report.ok and report.tokens == tokens
+    told = status(open_store(str(tmp_path / "out")))
+    assert told.dtype == "float8_e4m3fn" and set(told.errors) == set(result.summary.errors)
+    out = io.StringIO()
+    print_run(result, out)
+    assert out.getvalue().count("float8 error") == len(LAYERS)
 
 
 def test_two_replicas_give_the_dataset_of_one(tmp_path: Path) -> None:

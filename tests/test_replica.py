@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+import rayhs
 from rayhs.codec import decode, header_length, parse_header, state_name
 from rayhs.config import parse_config
 from rayhs.errors import EngineError, SampleError
-from rayhs.fake import REFUSED_TOKEN, FakeEngine, fake_states
+from rayhs.fake import NAN_TOKEN, REFUSED_TOKEN, FakeEngine, fake_states
 from rayhs.identity import dataset_record, identity_of
+from rayhs.indexing import write_index
 from rayhs.job import Job, Receipt, staging_bytes
-from rayhs.layout import CommitRecord, ShardId, commit_name
+from rayhs.layout import DATASET, CommitRecord, ShardId, commit_name
 from rayhs.model import describe_model
 from rayhs.replica import Replica
 from rayhs.store import open_store
@@ -179,6 +181,30 @@ def test_states_are_converted_to_the_stored_dtype(tmp_path: Path, stored: str, s
     assert sum(r.failed for r in receipts) == 0
     record = _record(open_store(job.config.output), ShardId(0, 0))
     assert str(record.object).endswith(shard_format) and record.num_tokens == [3, 2]
+
+
+@pytest.mark.parametrize("shard_format", ["safetensors", "parquet"])
+@pytest.mark.parametrize("engine_dtype", ["float32", "bfloat16"])
+def test_states_in_float8(tmp_path: Path, engine_dtype: str, shard_format: str) -> None:
+    prompts = [[1, 2, 3], [4, NAN_TOKEN], [4, 5]]
+    shards = {"dtype": "float8_e4m3fn", "format": shard_format}
+    job = make_job(tmp_path, prompts, shards=shards, engine={"dtype": engine_dtype})
+    receipts, _ = run_all(job)
+    assert sum(r.failed for r in receipts) == 1
+    record = _record(open_store(job.config.output), ShardId(0, 0))
+    assert record.status == ["ok", "failed", "ok"] and "not finite" in str(record.reason[1])
+    assert set(record.errors) == {"2", "8"}
+    open_store(job.config.output).put(DATASET, job.dataset.to_bytes())
+    totals = write_index(open_store(job.config.output), job.dataset.plan)
+    assert totals.errors == record.errors
+    dataset = rayhs.open(job.config.output, partial=True)
+    for i in (0, 2):
+        for layer, states in dataset[i].hidden_states.items():
+            exact = fake_states(prompts[i], layer, HIDDEN, engine_dtype)
+            assert states.dtype == exact.dtype
+            a, b = states.astype(np.float32), exact.astype(np.float32)
+            off = np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)
+            assert off.max() <= record.errors[str(layer)].max + 5e-3
 
 
 def test_a_replica_killed_leaves_staging_that_the_next_one_frees(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayhs.codec import STATE_DTYPES, build_header, staged_specs
+from rayhs.codec import FP8, STATE_DTYPES, build_header, staged_specs
 from rayhs.errors import SampleError, StoreError
 from rayhs.fake import fake_states
+from rayhs.fp8 import quantize
 from rayhs.layout import CommitRecord, ShardId, commit_name
 from rayhs.shards import FailedSample, GoodSample, PlannedSample, ShardSpec, check_states, read_staged, write_shard
 from rayhs.store import Store, open_store
@@ -35,8 +36,11 @@ def spec(**changes: Any) -> ShardSpec:
 
 def staged(tokens: list[int], dtype: str = "float32", layers: tuple[int, ...] = LAYERS) -> memoryview:
     specs = staged_specs(layers, HIDDEN, dtype, len(tokens))
-    states = [fake_states(tokens, k, HIDDEN, dtype).tobytes() for k in layers]
-    return memoryview(b"".join([build_header(specs, {}), *states, np.asarray(tokens, np.int32).tobytes()]))
+    arrays = [fake_states(tokens, k, HIDDEN, "float32" if dtype == FP8 else dtype) for k in layers]
+    if dtype == FP8:
+        arrays = [part for parts in zip(*map(quantize, arrays), strict=True) for part in parts]
+    parts = [array.tobytes() for array in arrays]
+    return memoryview(b"".join([build_header(specs, {}), *parts, np.asarray(tokens, np.int32).tobytes()]))
 
 
 def planned(index: int, tokens: list[int]) -> PlannedSample:
@@ -44,7 +48,8 @@ def planned(index: int, tokens: list[int]) -> PlannedSample:
 
 
 def good(index: int, tokens: list[int], shard_spec: ShardSpec) -> GoodSample:
-    return read_staged(staged(tokens, shard_spec.engine_dtype), planned(index, tokens), shard_spec)
+    dtype = FP8 if shard_spec.dtype == FP8 else shard_spec.engine_dtype
+    return read_staged(staged(tokens, dtype), planned(index, tokens), shard_spec)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -65,6 +70,29 @@ def test_a_shard_is_readable_by_the_safetensors_package(tmp_path: Path, dtype: s
             want = np.concatenate([fake_states(p, layer, HIDDEN) for p in prompts]).astype(STATE_DTYPES[dtype])
             got = file.get_tensor(f"hidden_states.{layer}").float().numpy()
             assert np.array_equal(got, want.astype(np.float32))
+
+
+def test_a_shard_of_float8_is_readable_by_the_safetensors_package(tmp_path: Path) -> None:
+    store, shard_spec, prompts = open_store(str(tmp_path)), spec(dtype=FP8), [[1, 2, 3], [9], [4, 4, 5, 6]]
+    results = [good(i, p, shard_spec) for i, p in enumerate(prompts)]
+    record = write_shard(store, ShardId(0, 2), results, shard_spec)
+    with safetensors.safe_open(tmp_path / str(record.object), "pt") as file:
+        for layer in LAYERS:
+            states = np.concatenate([fake_states(p, layer, HIDDEN) for p in prompts])
+            q, scales, errors = quantize(states)
+            assert str(file.get_tensor(f"hidden_states.{layer}").dtype) == "torch.float8_e4m3fn"
+            assert np.array_equal(file.get_tensor(f"hidden_states.{layer}").float().numpy(), q.astype(np.float32))
+            assert np.array_equal(file.get_tensor(f"hidden_scales.{layer}").numpy(), scales)
+            stated = record.errors[str(layer)]
+            assert (stated.mean, stated.max) == (pytest.approx(errors.mean()), pytest.approx(errors.max()))
+        assert file.get_tensor("token_ids").tolist() == [1, 2, 3, 9, 4, 4, 5, 6]
+
+
+@pytest.mark.parametrize("name", ["hidden_scales.3", "hidden_errors.1"])
+def test_float8_states_without_their_scales_or_errors_are_refused(name: str) -> None:
+    memory = bytes(staged([1, 2, 3], FP8)).replace(name.encode(), b"x" * len(name), 1)
+    with pytest.raises(SampleError, match="wrong states"):
+        read_staged(memoryview(memory), planned(0, [1, 2, 3]), spec(dtype=FP8))
 
 
 def test_the_commit_record_tells_sizes_checksums_and_failures(tmp_path: Path) -> None:

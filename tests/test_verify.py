@@ -25,7 +25,7 @@ from rayhs.verify.states import ObjectStream
 from tests.builders import Builder
 
 FORMATS = ("safetensors", "parquet")
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
 FIRST = ShardId(0, 0)
 
 
@@ -109,6 +109,26 @@ def test_a_flipped_bit_of_a_state_names_its_sample(built: Builder, layer: int) -
     found = problems(check(built), object_of(built))
     assert any("xxh3_128 checksum differs" in problem for problem in found)
     assert {s for samples in found.values() for s in samples} == {"row-1"}
+
+
+@pytest.mark.parametrize("shard_format", FORMATS)
+def test_a_flipped_bit_of_a_scale_names_its_sample(tmp_path: Path, shard_format: str) -> None:
+    built = Builder(tmp_path, shard_format=shard_format, dtype="float8_e4m3fn").write()
+    path = built.folder / object_of(built)
+    data = path.read_bytes()
+    at = data.index(built.rows[0][0][1].scales[2].tobytes())
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    found = problems(check(built), object_of(built))
+    assert any("xxh3_128 checksum differs" in problem for problem in found)
+    assert {s for samples in found.values() for s in samples} == {"row-1"}
+
+
+@pytest.mark.parametrize("shard_format", FORMATS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, -1.0])
+def test_bad_scales_that_were_stored(tmp_path: Path, shard_format: str, value: float) -> None:
+    built = Builder(tmp_path, shard_format=shard_format, dtype="float8_e4m3fn")
+    built.rows[0][0][2].scales[2][-1] = value
+    assert problems(check(built.write()), object_of(built)) == {"layer 2 is not finite": ("row-2",)}
 
 
 def test_an_object_that_is_gone_or_cut(built: Builder) -> None:

@@ -70,6 +70,7 @@ def print_run(result: RunResult, out: TextIO) -> None:
         "tokens": f"{summary.tokens:,}",
         "tokens/s": f"{summary.tokens_per_second:,.0f}",
         "stored": f"{nbytes(summary.bytes)} in {summary.shards:,} shards",
+        **{f"  layer {k}": f"float8 error {e.mean:.2%}, {e.max:.2%} at most" for k, e in summary.errors.items()},
         "failed": f"{summary.failed:,}",
         "rejected": f"{summary.rejected:,}",
         **_reasons(summary.reasons),
@@ -135,6 +136,7 @@ def print_status(result: StatusReport) -> None:
         "failed": f"{result.failed:,}",
         "rejected": f"{result.rejected:,}",
         **_reasons(result.reasons),
+        **{f"  layer {k}": f"float8 error {e['mean']:.2%}, {e['max']:.2%} at most" for k, e in result.errors.items()},
     }
     _print_pairs(rows)
 

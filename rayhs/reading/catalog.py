@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from rayhs import layout
-from rayhs.codec import STATE_DTYPES
+from rayhs.codec import FP8, STATE_DTYPES
 from rayhs.errors import FormatError, ObjectNotFound
 from rayhs.layout import CommitRecord, DatasetRecord, ShardId, Summary
 from rayhs.store import Store
@@ -29,8 +29,9 @@ def read_dataset_record(store: Store) -> DatasetRecord:
     except ObjectNotFound:
         raise ObjectNotFound(f"{store.uri}: no dataset here ({layout.DATASET} is missing); check the address") from None
     record: DatasetRecord = DatasetRecord.from_bytes(data, layout.DATASET)
-    if record.dtype not in STATE_DTYPES:
-        raise FormatError(f"{layout.DATASET}: dtype {record.dtype!r} is not known to this rayhs; a later one reads it")
+    for dtype, known in ((record.dtype, set(STATE_DTYPES)), (record.engine_dtype, set(STATE_DTYPES) - {FP8})):
+        if dtype not in known:
+            raise FormatError(f"{layout.DATASET}: dtype {dtype!r} is not known to this rayhs; a later one reads it")
     return record
 
 

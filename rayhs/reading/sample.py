@@ -1,11 +1,11 @@
-"""One sample read back: numpy arrays in the stored dtype, torch tensors on request."""
+"""One sample read back: numpy arrays, torch tensors on request."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     import torch
 
 
-class LayerStates(dict[int, Array]):
+V = TypeVar("V")
+
+
+class LayerStates(dict[int, V]):
     """States by layer id; asking for a layer that was not read says which were."""
 
     def __missing__(self, layer: object) -> NoReturn:
@@ -33,7 +36,8 @@ class Sample:
         token_ids: int32 `[tokens]`.
         loss_mask: uint8 `[tokens]`; 1 where the loss counts.
         hidden_states: layer id to states `[tokens, hidden]` in the stored dtype
-            (``ml_dtypes.bfloat16`` for bfloat16), layers ascending.
+            (``ml_dtypes.bfloat16`` for bfloat16), layers ascending. Those stored in float8_e4m3fn are
+            multiplied by their scales, in the engine's dtype; see `quantized`.
         status: always ``"ok"``: other samples have no states and raise SampleError when read.
     """
 
@@ -44,14 +48,27 @@ class Sample:
     hidden_states: Mapping[int, Array] = field(repr=False)
     status: str
     _plan: PlanReader = field(repr=False)
+    _quantized: Mapping[int, tuple[Array, Array]] = field(repr=False)
 
     @cached_property
     def columns(self) -> dict[str, Any]:
         """The input row's pass-through columns, read from the plan when first asked for."""
         return self._plan.columns_of(self.index)
 
+    def quantized(self, layer: int) -> tuple[Array, Array]:
+        """The states of a layer as they are stored: float8_e4m3fn `[tokens, hidden]`, scales float32 `[tokens]`.
+
+        A token's state is its float8 values times its scale.
+
+        Raises:
+            KeyError: a layer that was not read, or of a dataset that is not stored in float8_e4m3fn.
+        """
+        if not self._quantized:
+            raise KeyError(f"layer {layer} is not stored in float8_e4m3fn")
+        return self._quantized[layer]
+
     def torch(self, layer: int | None = None) -> torch.Tensor:
-        """The stored bytes as a torch tensor: one layer `[tokens, hidden]`, or `[tokens, layers, hidden]`.
+        """`hidden_states` as a torch tensor: one layer `[tokens, hidden]`, or `[tokens, layers, hidden]`.
 
         The tensor owns its memory.
 

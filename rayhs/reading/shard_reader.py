@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import pyarrow.parquet as pq
 
-from rayhs import codec, parquet_codec
+from rayhs import codec, fp8, parquet_codec
 from rayhs.codec import Array, StoredTensor, state_name
 from rayhs.errors import FormatError, ObjectNotFound
 from rayhs.layout import DatasetRecord
@@ -23,11 +23,19 @@ _HEADERS = 64
 
 @dataclass(frozen=True, eq=False)
 class StoredSample:
-    """What a shard holds of one sample: ids int32 `[tokens]`, mask uint8 `[tokens]`, states `[tokens, hidden]`."""
+    """What a shard holds of one sample: ids int32 `[tokens]`, mask uint8 `[tokens]`, states `[tokens, hidden]`.
+
+    Of float8_e4m3fn states it has ``scales``, float32 `[tokens]` a layer.
+    """
 
     token_ids: Array
     loss_mask: Array
     states: Mapping[int, Array]
+    scales: Mapping[int, Array]
+
+    def engine_states(self, dtype: str) -> dict[int, Array]:
+        """States by layer as they are stored; those of float8_e4m3fn in ``dtype``, the engine's."""
+        return {k: fp8.dequantize(s, self.scales[k], dtype) if self.scales else s for k, s in self.states.items()}
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class ShardReader:
         self._store = store
         self._record = record
         self._layers = tuple(layers)
+        self._scale_names = codec.scale_names(layers, record.dtype)
         self._shards: LruCache[str, Shard] = LruCache(_HEADERS)
 
     def read(self, name: str, index: int, token_start: int, num_tokens: int) -> StoredSample:
@@ -78,7 +87,8 @@ class ShardReader:
                 sample = self._read_row(name, shard, index)
         except FormatError as error:
             raise FormatError(f"{name}: {error}; run rayhs verify {self._store.uri}") from None
-        lengths = {len(sample.token_ids), len(sample.loss_mask), *(len(a) for a in sample.states.values())}
+        arrays = (*sample.states.values(), *sample.scales.values(), sample.token_ids, sample.loss_mask)
+        lengths = {len(array) for array in arrays}
         if lengths != {num_tokens}:
             raise FormatError(f"{name}: sample {index} has {sorted(lengths)} tokens, the index says {num_tokens}")
         return sample
@@ -87,15 +97,25 @@ class ShardReader:
         if shard.places.get(index) != place:
             raise FormatError(f"sample {index} is not at rows {place[0]}..{sum(place) - 1}")
         start, count = place
-        wanted = [shard.tensors[n] for n in (*map(state_name, self._layers), "token_ids", "loss_mask")]
+        names = (*map(state_name, self._layers), *self._scale_names, "token_ids", "loss_mask")
+        wanted = [shard.tensors[n] for n in names]
         data = self._store.get_ranges(name, [codec_range(tensor, start, count) for tensor in wanted])
-        *states, token_ids, loss_mask = (codec.decode(t, d, count) for t, d in zip(wanted, data, strict=True))
-        return StoredSample(token_ids, loss_mask, dict(zip(self._layers, states, strict=True)))
+        *arrays, token_ids, loss_mask = (codec.decode(t, d, count) for t, d in zip(wanted, data, strict=True))
+        states, scales = arrays[: len(self._layers)], arrays[len(self._layers) :]
+        return self._sample(token_ids, loss_mask, states, scales)
+
+    def _sample(self, token_ids: Array, loss_mask: Array, states: list[Array], scales: list[Array]) -> StoredSample:
+        return StoredSample(
+            token_ids,
+            loss_mask,
+            dict(zip(self._layers, states, strict=True)),
+            dict(zip(self._layers, scales, strict=False)),
+        )
 
     def _read_row(self, name: str, shard: ParquetShard, index: int) -> StoredSample:
         if index not in shard.places:
             raise FormatError(f"sample {index} is not in it")
-        columns = ("index", "token_ids", "loss_mask", *map(state_name, self._layers))
+        columns = ("index", "token_ids", "loss_mask", *map(state_name, self._layers), *self._scale_names)
         group = shard.places[index]
         chunks = parquet_codec.shard_chunks(shard.groups[group], columns)
         data = self._store.get_ranges(name, [(c.start, c.length) for c in chunks])
@@ -103,10 +123,11 @@ class ShardReader:
         if row["index"][0].as_py() != index:
             raise FormatError(f"row group {group} is not sample {index}")
         hidden, dtype = self._record.hidden_size, self._record.dtype
-        return StoredSample(
+        return self._sample(
             parquet_codec.decode_list(row["token_ids"], np.int32),
             parquet_codec.decode_list(row["loss_mask"], np.uint8),
-            {k: parquet_codec.decode_states(row[state_name(k)], hidden, dtype) for k in self._layers},
+            [parquet_codec.decode_states(row[state_name(k)], hidden, dtype) for k in self._layers],
+            [parquet_codec.decode_list(row[name], np.float32) for name in self._scale_names],
         )
 
 

@@ -173,6 +173,8 @@ def _check_parquet(
         for layer in record.layers:
             state.start_layer(layer, stored.states[layer].shape[1] * stored.states[layer].itemsize)
             state.update(stored.states[layer].view(np.uint8).reshape(-1), record.dtype)
+        for layer, scales in stored.scales.items():
+            state.add_scales(layer, scales)
         _report(found, name, sample, record, state, stored.token_ids, stored.loss_mask)
 
 
@@ -197,6 +199,8 @@ def _check_tensors(
     _check_places(small, samples)
     for sample, state in zip(samples, states, strict=True):
         part = slice(sample.start, sample.start + sample.tokens)
+        for layer, scales in zip(record.layers, codec.scale_names(record.layers, record.dtype), strict=False):
+            state.add_scales(layer, small[scales][part])
         _report(found, name, sample, record, state, small["token_ids"][part], small["loss_mask"][part])
 
 

@@ -10,7 +10,13 @@ from rayhs.errors import FormatError
 from rayhs.store import Store
 
 _CHUNK = 8 * 2**20
-_EXPONENT = {"float32": (np.uint32, 0x7F800000), "float16": (np.uint16, 0x7C00), "bfloat16": (np.uint16, 0x7F80)}
+_NOT_FINITE = {
+    # dtype: (unsigned view, the bits that are all set in what is not finite)
+    "float32": (np.uint32, 0x7F800000),
+    "float16": (np.uint16, 0x7C00),
+    "bfloat16": (np.uint16, 0x7F80),
+    "float8_e4m3fn": (np.uint8, 0x7F),
+}
 
 
 class ObjectStream:
@@ -87,8 +93,8 @@ class SampleState:
     def update(self, data: Array, dtype: str) -> None:
         """``data``: bytes of whole rows of the current layer."""
         self.hash.update(data.data)
-        kind, exponent = _EXPONENT[dtype]
-        if ((data.view(kind) & exponent) == exponent).any():
+        kind, bits = _NOT_FINITE[dtype]
+        if ((data.view(kind) & bits) == bits).any():
             self.not_finite.add(self._layer)
         if self._layer in self.zero and data.any():
             self.zero.discard(self._layer)
@@ -98,3 +104,11 @@ class SampleState:
                 self._first = rows[0].copy()
             if not (rows == self._first).all():
                 self.constant.discard(self._layer)
+
+    def add_scales(self, layer: int, scales: Array) -> None:
+        """``scales`` float32 `[tokens]` of a layer; those of all layers, in order, after all states."""
+        self.hash.update(np.ascontiguousarray(scales).view(np.uint8).data)
+        if not np.isfinite(scales).all() or (scales <= 0).any():
+            self.not_finite.add(layer)
+        if (scales != scales[0]).any():
+            self.constant.discard(layer)

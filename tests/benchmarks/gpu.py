@@ -75,6 +75,8 @@ CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "short": ("qwen3-0.6b", [], ["--samples", "20000", "--lengths", "32"]),
     # Layer 0 needs torch.compile on a GPU.
     "all-layers": ("qwen3-0.6b", [f"layers={list(range(1, 29))}"], ["--samples", "600", *MIXED]),
+    "0.6b-fp8": ("qwen3-0.6b", ["shards.dtype=float8_e4m3fn"], ["--samples", "3000", *MIXED]),
+    "8b-fp8": ("qwen3-8b", ["shards.dtype=float8_e4m3fn"], ["--samples", "800", *MIXED]),
     "wide-tp2": ("wide", [TP2], ["--samples", "400", *MIXED]),
 }
 
