@@ -104,10 +104,9 @@ def test_extract_takes_keywords_or_a_run_file(tmp_path: Path) -> None:
         rayhs.extract()
 
 
-@pytest.mark.parametrize("shard_format", ["safetensors", "parquet"])
-def test_a_run_in_float8_takes_a_quarter_of_float32(tmp_path: Path, shard_format: str) -> None:
+def test_a_run_in_float8_takes_a_quarter_of_float32(tmp_path: Path) -> None:
     prompts = prompts_of(30)
-    shards = {"dtype": "float8_e4m3fn", "format": shard_format, "target_bytes": 100 * HIDDEN * 4}
+    shards = {"dtype": "float8_e4m3fn", "target_bytes": 100 * HIDDEN * 4}
     result = run(tmp_path / "out", prompts, shards=shards)
     tokens = sum(map(len, prompts))
     assert result.summary.bytes < tokens * len(LAYERS) * (HIDDEN + 4) + tokens * 5 + 8000 * result.summary.shards
