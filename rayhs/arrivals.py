@@ -6,23 +6,23 @@ import asyncio
 from collections.abc import Callable
 
 from rayhs.errors import EngineError
-from rayhs.staging import StagingArea
+from rayhs.parts import StagedParts
 
 _POLL_S = 0.003
 HANDOVER_TIMEOUT_S = 300.0
 
 
 class Arrivals:
-    """Hands staged samples of one area to whoever waits for their key. One event loop only."""
+    """Hands staged samples of one engine to whoever waits for their key. One event loop only."""
 
-    def __init__(self, area: StagingArea, is_dead: Callable[[], bool]) -> None:
+    def __init__(self, area: StagedParts, is_dead: Callable[[], bool]) -> None:
         self._area = area
         self._is_dead = is_dead
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._poller: asyncio.Task[None] | None = None
 
-    async def wait(self, key: str, timeout: float = HANDOVER_TIMEOUT_S) -> memoryview:
-        """The staged file of ``key``, once it has arrived.
+    async def wait(self, key: str, timeout: float = HANDOVER_TIMEOUT_S) -> list[memoryview]:
+        """The staged parts of ``key``, once all have arrived.
 
         Raises:
             SampleError: its failure was handed over.

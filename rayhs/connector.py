@@ -16,7 +16,8 @@ Usable without the rest of rayhs::
         "kv_connector_extra_config": {"staging_dir": "/dev/shm/states", "staging_bytes": 4294967296}}'
 
 The answer's ``kv_transfer_params.hidden_states_path`` names the file; whoever reads it deletes it.
-With ``"preallocate": true`` samples lie in one arena instead, for a reader that uses `StagingArea`;
+With ``"parts": n`` samples lie in arenas instead, of each of ``n`` tensor parallel ranks a share of the
+layers, for a reader that uses `rayhs.parts.StagedParts`;
 with ``"dtype": "float8_e4m3fn"`` they are staged as `rayhs.fp8` says (`rayhs.codec.staged_specs`).
 A request may name its file with ``kv_transfer_params: {"rayhs_key": "row-17"}`` and ask for the
 states of generated tokens with ``{"include_output_tokens": true}``.
@@ -52,6 +53,7 @@ from rayhs.cuda_copying import CudaCopier
 from rayhs.errors import EngineError, SampleError
 from rayhs.log import logger
 from rayhs.metrics import Metrics, MetricsFile
+from rayhs.parts import StagedParts
 from rayhs.staging import StagingArea, is_key
 from rayhs.versions import check_vllm
 
@@ -78,7 +80,11 @@ class SaveMetadata(KVConnectorMetadata):
 
 
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
-    """Store-only connector. Tensor parallel ranks hold the same states; rank 0 carries them."""
+    """Store-only connector.
+
+    Tensor parallel ranks hold the same states. Rank 0 carries them all into a file a sample; into arenas
+    each carries its share.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         check_vllm()
@@ -94,10 +100,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._spec_tokens = int(spec.num_speculative_tokens)
         self._group, self._block_size = _state_group(vllm_config, kv_cache_config)
         extra = self._kv_transfer_config.get_from_extra_config
-        self._area = StagingArea(
-            extra("staging_dir", "/dev/shm/rayhs"), int(extra("staging_bytes", DEFAULT_STAGING_BYTES))
-        )
-        self._preallocates = bool(extra("preallocate", False))
+        directory = extra("staging_dir", "/dev/shm/rayhs")
+        max_bytes = int(extra("staging_bytes", DEFAULT_STAGING_BYTES))
+        self._area = StagingArea(directory, max_bytes)
+        self._parts: StagedParts | None = None
+        if parts := int(extra("parts", 0)):
+            self._parts = StagedParts(directory, max_bytes, self._layers, parts)
         dtype = extra("dtype", None)
         if dtype not in (None, FP8):
             raise EngineError(
@@ -106,14 +114,14 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._quantizes = dtype == FP8
         self._pinned_bytes = int(extra("pinned_bytes", DEFAULT_PINNED_BYTES))
         self._metrics = Metrics()
-        self._metrics_file = MetricsFile(self._area.directory, self._metrics) if extra("metrics", False) else None
+        self._measures = bool(extra("metrics", False))
+        self._metrics_file: MetricsFile | None = None
         # Scheduler side.
         self._finished: list[Save] = []
         self._unwritten_from: dict[str, int] = {}
         # Worker side.
         self._queue: deque[Save] = deque()
         self._copier: BlockCopier | None = None
-        self._carries = True
         self._told_no_room = False
 
     # --- scheduler side -------------------------------------------------------------------------
@@ -152,10 +160,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         )
         reason = self._why_not(request, token_ids, block_ids, unwritten_from)
         if reason is not None:
-            self._area.fail(key, f"not extracted: {reason}")
+            if self._parts is None:
+                self._area.fail(key, f"not extracted: {reason}")
             return False, {"hidden_states_error": reason}
         self._finished.append(Save(request.request_id, key, list(token_ids), list(block_ids)))
-        return True, {} if self._preallocates else {"hidden_states_path": str(self._area.path(key))}
+        return True, {} if self._parts else {"hidden_states_path": str(self._area.path(key))}
 
     def _why_not(self, request: Any, token_ids: Any, block_ids: list[int], unwritten_from: int | None) -> str | None:
         if not token_ids:
@@ -180,18 +189,22 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if len(layers) != 1:
             raise EngineError(f"expected one hidden-state cache layer, found {sorted(layers)}")
         tensor = kv_caches[next(iter(layers))]
-        cache = StateCache(tensor, _block_axis(tensor, len(self._layers), self._block_size), tuple(self._layers))
-        self._carries = get_tensor_model_parallel_rank() == 0
-        if self._carries:
-            if self._preallocates:
-                self._area.preallocate()
-            layout = StagedLayout(cache, self._quantizes)
-            on_cuda = tensor.device.type == "cuda"
-            self._copier = (
-                CudaCopier(layout, self._area, self._pinned_bytes, self._metrics)
-                if on_cuda
-                else HostCopier(layout, self._area, self._metrics)
-            )
+        axis, rank = _block_axis(tensor, len(self._layers), self._block_size), get_tensor_model_parallel_rank()
+        if rank >= self.get_finished_count():
+            return  # the others carry all layers there are
+        cache = StateCache(tensor, axis, tuple(self._layers))
+        if self._parts is not None:
+            cache = cache.share(rank, len(self._parts.areas), self._parts.shares[rank])
+            self._area = self._parts.areas[rank]
+            self._area.preallocate()
+        if self._measures:
+            self._metrics_file = MetricsFile(self._area.directory, self._metrics)
+        layout = StagedLayout(cache, self._quantizes)
+        self._copier = (
+            CudaCopier(layout, self._area, self._pinned_bytes, self._metrics)
+            if tensor.device.type == "cuda"
+            else HostCopier(layout, self._area, self._metrics)
+        )
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -258,7 +271,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # --- what vLLM asks of the class ------------------------------------------------------------
 
     def get_finished_count(self) -> int:
-        return 1  # only rank 0 reports; the default waits for every rank
+        return len(self._parts.areas) if self._parts else 1  # ranks that report; the default waits for every one
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:

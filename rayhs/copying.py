@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -43,6 +43,11 @@ class StateCache:
     def token_bytes(self) -> int:
         """Bytes of all layers of one token."""
         return len(self.layers) * self.hidden * int(self.tensor.element_size())
+
+    def share(self, first: int, step: int, layers: tuple[int, ...]) -> StateCache:
+        """The same of every ``step``-th layer from the ``first``-th on: ``layers``."""
+        view = self.tensor[:, first::step] if self.block_axis == 2 else self.tensor[:, :, first::step]
+        return replace(self, tensor=view, layers=layers)
 
     def block(self, block_id: int, tokens: int) -> torch.Tensor:
         """View `[layers, tokens, hidden]` of the first ``tokens`` positions of a block."""
@@ -85,7 +90,7 @@ class StagedLayout:
     """How samples of a cache are staged: as they are, or in float8_e4m3fn."""
 
     def __init__(self, cache: StateCache, quantizes: bool) -> None:
-        self.cache, self._quantizes = cache, quantizes
+        self.cache, self.quantizes = cache, quantizes
         self.dtype = FP8 if quantizes else cache.dtype
 
     def at_most(self, tokens: int) -> int:
@@ -94,7 +99,7 @@ class StagedLayout:
 
     def encode(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What is staged of `[layers, tokens, hidden]`: the states, or float8 states, scales and errors."""
-        return quantize(states) if self._quantizes else (states,)
+        return quantize(states) if self.quantizes else (states,)
 
     def empty(self, tokens: int, pinned: bool) -> tuple[torch.Tensor, ...]:
         """Memory for what `encode` gives of so many tokens."""
@@ -110,7 +115,7 @@ class StagedLayout:
 
     def _parts(self, tokens: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         layers, hidden = len(self.cache.layers), self.cache.hidden
-        small = [(torch.float32, (layers, tokens))] * 2 if self._quantizes else []
+        small = [(torch.float32, (layers, tokens))] * 2 if self.quantizes else []
         return [(getattr(torch, self.dtype), (layers, tokens, hidden)), *small]
 
 

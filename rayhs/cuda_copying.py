@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from rayhs.log import logger
 from rayhs.metrics import Metrics
 from rayhs.staging import StagedSlot, StagingArea
 
-_PIECE_BYTES = 16 * 2**20
+_PIECE_BYTES, _QUANTIZED_PIECE_BYTES = 16 * 2**20, 8 * 2**20
 _WRITERS = 4
 
 
@@ -40,14 +40,15 @@ class CudaCopier:
     """Gathers pieces on a stream of its own, and copies them to the host from there.
 
     The forward's stream is never waited for: an event orders a copy after the forwards submitted so
-    far. GPU scratch is two pieces, as the stream works on one after the other. Blocks are free once
-    the last piece has left the device.
+    far. GPU scratch is two pieces, as the stream works on one after the other; six smaller ones where it
+    quantizes. Blocks are free once the last piece has left the device.
     """
 
     def __init__(self, layout: StagedLayout, area: StagingArea, pinned_bytes: int, metrics: Metrics) -> None:
         cache = layout.cache
         self._layout, self._cache, self._area, self._metrics = layout, cache, area, metrics
-        self._piece_blocks = max(1, _PIECE_BYTES // (cache.token_bytes * cache.block_size))
+        piece = _QUANTIZED_PIECE_BYTES if layout.quantizes else _PIECE_BYTES
+        self._piece_blocks = max(1, piece // (cache.token_bytes * cache.block_size))
         # Ahead of the forward's kernels, which would else hold the few small ones up.
         self._stream = torch.cuda.Stream(device=cache.tensor.device, priority=-1)
         self._arena = _register(area)
@@ -107,25 +108,29 @@ class CudaCopier:
         if transfer.begun is None:
             transfer.begun = torch.cuda.Event(enable_timing=True)
             transfer.begun.record(self._stream)
-        if self._is_direct(transfer):
-            for first, encoded in self._pieces(transfer):
-                _copy_layers(encoded, transfer.sample.places(first, encoded[0].shape[1]))
-            return True
-        for first, encoded in self._pieces(transfer):
-            if not self._pinned.copy(self._stream, encoded, transfer, first, block):
+        direct = self._is_direct(transfer)
+        ids = torch.tensor(transfer.blocks, pin_memory=True).to(self._cache.tensor.device, non_blocking=True)
+        while transfer.next_block < len(transfer.blocks):
+            # Before the work: without one the piece is made anew at the next step.
+            pinned = None if direct else self._pinned.take(block)
+            if pinned is None and not direct:
                 return False
-            transfer.next_block = min(len(transfer.blocks), first // self._cache.block_size + self._piece_blocks)
-        self._pinned.hand_over(transfer)
+            first, encoded = self._piece(transfer, ids)
+            if pinned is None:
+                _copy_layers(encoded, transfer.sample.places(first, encoded[0].shape[1]))
+            else:
+                self._pinned.copy(self._stream, encoded, pinned, transfer, first)
+            transfer.next_block += self._piece_blocks
+        if not direct:
+            self._pinned.hand_over(transfer)
         return True
 
-    def _pieces(self, transfer: _Transfer) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-        """The first token and the gathered, encoded states of each piece not copied yet."""
-        size = self._cache.block_size
-        ids = torch.tensor(transfer.blocks, pin_memory=True).to(self._cache.tensor.device, non_blocking=True)
-        for begin in range(transfer.next_block, len(transfer.blocks), self._piece_blocks):
-            tokens = min(self._piece_blocks * size, transfer.tokens - begin * size)
-            gathered = self._cache.gather(ids[begin : begin + self._piece_blocks])[:, :tokens]
-            yield begin * size, self._layout.encode(gathered)
+    def _piece(self, transfer: _Transfer, ids: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
+        """The first token and the gathered, encoded states of the next piece."""
+        size, begin = self._cache.block_size, transfer.next_block
+        tokens = min(self._piece_blocks * size, transfer.tokens - begin * size)
+        gathered = self._cache.gather(ids[begin : begin + self._piece_blocks])[:, :tokens]
+        return begin * size, self._layout.encode(gathered)
 
     def _count(self, transfer: _Transfer) -> None:
         assert transfer.begun is not None and transfer.ended is not None
@@ -168,23 +173,35 @@ class _PinnedWriters:
         self._piece_tokens = piece_tokens
         self._left = max(2, pinned_bytes // layout.at_most(piece_tokens))
         self._pool: queue.SimpleQueue[tuple[torch.Tensor, ...]] = queue.SimpleQueue()
-        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="rayhs-stage")
+        # A thread's own device is 0 until it says so, and using that takes memory there.
+        self._writers = ThreadPoolExecutor(
+            _WRITERS,
+            thread_name_prefix="rayhs-stage",
+            initializer=torch.cuda.set_device,
+            initargs=(layout.cache.tensor.device,),
+        )
 
-    def copy(
-        self, stream: torch.cuda.Stream, encoded: Sequence[torch.Tensor], transfer: _Transfer, first: int, block: bool
-    ) -> bool:
-        """Copy a piece to the host; False where every buffer is in use and ``block`` is not set."""
+    def take(self, block: bool) -> tuple[torch.Tensor, ...] | None:
+        """A buffer; None where every one is in use and ``block`` is not set."""
         pinned = self._buffer(block)
         self._metrics.waiting("wait for pinned memory", pinned is None)
-        if pinned is None:
-            return False
+        return pinned
+
+    def copy(
+        self,
+        stream: torch.cuda.Stream,
+        encoded: Sequence[torch.Tensor],
+        pinned: tuple[torch.Tensor, ...],
+        transfer: _Transfer,
+        first: int,
+    ) -> None:
+        """Copy a piece into a buffer taken, and from there into its sample."""
         tokens = encoded[0].shape[1]
         _copy_layers(encoded, [part[:, :tokens] for part in pinned])
         copied = torch.cuda.Event()
         copied.record(stream)
         places = transfer.sample.places(first, tokens)
         transfer.writes.append(self._writers.submit(self._write, copied, pinned, places))
-        return True
 
     def hand_over(self, transfer: _Transfer) -> None:
         # Queued behind its own pieces in one pool, so waiting there can't starve them.

@@ -14,7 +14,7 @@ from rayhs.config import EngineConfig, RunConfig, fake_shape
 from rayhs.errors import EngineError, SampleError, one_line
 from rayhs.fake import FakeEngine
 from rayhs.model import ModelInfo, engine_dtype
-from rayhs.staging import StagingArea
+from rayhs.parts import StagedParts
 
 _CPU_CACHE_MOST_GIB = 16
 
@@ -43,7 +43,7 @@ class Engine(Protocol):
 
 
 def make_engine(
-    config: RunConfig, model: ModelInfo, layers: Sequence[int], area: StagingArea, metrics: bool = False
+    config: RunConfig, model: ModelInfo, layers: Sequence[int], area: StagedParts, metrics: bool = False
 ) -> Engine:
     """Not started; with ``metrics`` the connector writes a `rayhs.metrics.MetricsFile` into ``area``."""
     if fake_shape(config.model):
@@ -67,7 +67,7 @@ def speculative_config(layers: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def kv_transfer_config(area: StagingArea, metrics: bool = False, quantizes: bool = False) -> dict[str, Any]:
+def kv_transfer_config(area: StagedParts, metrics: bool = False, quantizes: bool = False) -> dict[str, Any]:
     """vLLM's ``kv_transfer_config`` that stages those states in ``area``, in float8_e4m3fn if it ``quantizes``."""
     return {
         "kv_connector": "HiddenStatesConnector",
@@ -76,7 +76,7 @@ def kv_transfer_config(area: StagingArea, metrics: bool = False, quantizes: bool
         "kv_connector_extra_config": {
             "staging_dir": str(area.directory),
             "staging_bytes": area.max_bytes,
-            "preallocate": True,
+            "parts": len(area.areas),
             "metrics": metrics,
             "dtype": FP8 if quantizes else None,
         },
@@ -109,7 +109,7 @@ def plain_arguments(config: RunConfig, dtype: str) -> dict[str, Any]:
 
 
 def engine_arguments(
-    config: RunConfig, dtype: str, layers: Sequence[int], area: StagingArea, metrics: bool = False
+    config: RunConfig, dtype: str, layers: Sequence[int], area: StagedParts, metrics: bool = False
 ) -> dict[str, Any]:
     """`plain_arguments`, and the extraction of ``layers`` into ``area``.
 
@@ -161,7 +161,7 @@ class VllmEngine:
     """vLLM's AsyncLLM; its core runs in a process of its own, started by spawn."""
 
     def __init__(
-        self, config: RunConfig, dtype: str, layers: Sequence[int], area: StagingArea, metrics: bool = False
+        self, config: RunConfig, dtype: str, layers: Sequence[int], area: StagedParts, metrics: bool = False
     ) -> None:
         self._arguments = engine_arguments(config, dtype, layers, area, metrics)
         self._generated = config.engine.include_generated

@@ -16,6 +16,7 @@ from rayhs.arena import NoRoomNow
 from rayhs.codec import FP8, STATE_DTYPES, Array, build_header, staged_specs
 from rayhs.errors import EngineError, SampleError
 from rayhs.fp8 import quantize
+from rayhs.parts import StagedParts
 from rayhs.staging import StagingArea
 
 _BLOCKED_PAUSE_S = 0.05
@@ -50,7 +51,7 @@ class FakeEngine:
 
     def __init__(
         self,
-        area: StagingArea,
+        area: StagedParts,
         layers: Sequence[int],
         hidden: int,
         dtype: str,
@@ -63,7 +64,8 @@ class FakeEngine:
         self._threads = ThreadPoolExecutor(_THREADS)
 
     async def start(self) -> None:
-        await asyncio.to_thread(self._area.preallocate)
+        for area in self._area.areas:
+            await asyncio.to_thread(area.preallocate)
 
     def is_dead(self) -> bool:
         return self._dead
@@ -76,30 +78,31 @@ class FakeEngine:
             raise EngineError(f"the engine died: token {KILLER_TOKEN}")
         all_ids = [*token_ids, *range(self._generated)]
         loop = asyncio.get_running_loop()
-        while not await loop.run_in_executor(self._threads, self._stage, key, all_ids):  # noqa: ASYNC110 - no event tells of room
-            await asyncio.sleep(_BLOCKED_PAUSE_S)
+        for part in zip(self._area.areas, self._area.shares, strict=True):
+            while not await loop.run_in_executor(self._threads, self._stage, key, all_ids, *part):  # noqa: ASYNC110 - no event tells of room
+                await asyncio.sleep(_BLOCKED_PAUSE_S)
 
-    def _stage(self, key: str, token_ids: list[int]) -> bool:
+    def _stage(self, key: str, token_ids: list[int], area: StagingArea, layers: tuple[int, ...]) -> bool:
         """False while the file system has no room."""
         dtype = FP8 if self._quantizes else self._dtype
-        specs = staged_specs(self._layers, self._hidden, dtype, len(token_ids))
+        specs = staged_specs(layers, self._hidden, dtype, len(token_ids))
         header = build_header(specs, {"engine": "fake"})
         try:
-            staged = self._area.create(key, len(header) + sum(spec.nbytes for spec in specs))
+            staged = area.create(key, len(header) + sum(spec.nbytes for spec in specs))
         except NoRoomNow:
             return False
         memory = staged.buffer
         memory[: len(header)] = header
         position = len(header)
-        for array in [*self._staged(token_ids), np.asarray(token_ids, np.int32)]:
+        for array in [*self._staged(token_ids, layers), np.asarray(token_ids, np.int32)]:
             memory[position : position + array.nbytes] = array.view(np.uint8).reshape(-1).data
             position += array.nbytes
         staged.publish()
         return True
 
-    def _staged(self, token_ids: list[int]) -> list[Array]:
-        states = [fake_states(token_ids, k, self._hidden, self._dtype) for k in self._layers]
-        if NAN_TOKEN in token_ids:
+    def _staged(self, token_ids: list[int], layers: tuple[int, ...]) -> list[Array]:
+        states = [fake_states(token_ids, k, self._hidden, self._dtype) for k in layers]
+        if NAN_TOKEN in token_ids and self._layers[-1] in layers:
             states[-1] = states[-1].copy()
             states[-1][token_ids.index(NAN_TOKEN), 0] = np.nan
         if not self._quantizes:

@@ -8,6 +8,9 @@ itself, or by ``s / 1024`` where it is tiny beside the largest one.
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 
 from rayhs.codec import FP8, STATE_DTYPES, Array
@@ -33,5 +36,12 @@ def quantize(states: Array) -> tuple[Array, Array, Array]:
 
 def dequantize(states: Array, scales: Array, dtype: str) -> Array:
     """``states`` float8_e4m3fn `[tokens, hidden]` times ``scales`` float32 `[tokens]`, rounded to ``dtype``."""
-    result: Array = (states.astype(np.float32) * scales[:, None]).astype(STATE_DTYPES[dtype])
+    with np.errstate(over="ignore", invalid="ignore"):  # of damaged scales
+        result: Array = (states.astype(np.float32) * scales[:, None]).astype(STATE_DTYPES[dtype])
     return result
+
+
+def largest_scale(dtype: str) -> float:
+    """No state of ``dtype`` has a larger scale."""
+    finfo: Any = ml_dtypes.finfo
+    return float(finfo(STATE_DTYPES[dtype]).max) / LARGEST * (1 + 1e-6)

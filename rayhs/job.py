@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, dataclass
 
@@ -13,6 +14,7 @@ from rayhs.errors import EngineError
 from rayhs.layout import DatasetRecord
 from rayhs.log import logger
 from rayhs.model import ModelInfo
+from rayhs.parts import fractions, shares
 from rayhs.shards import ShardSpec
 
 _STAGED_SHARDS = 8  # some in the engine, some on their way to the store
@@ -63,11 +65,19 @@ class Job:
             record.include_generated,
         )
 
+    @property
+    def ranks(self) -> int:
+        """The tensor parallel ranks that stage states: those on the replica's node, of several nodes rank 0."""
+        engine = self.config.engine
+        return 1 if engine.distributed_executor == "ray" else engine.tensor_parallel_size
+
     def sample_bytes(self, tokens: int) -> int:
         """Host bytes of a sample in flight, at most: staged, and converted where it is stored in another dtype."""
         record = self.dataset
         staged_dtype = record.dtype if record.dtype == FP8 else record.engine_dtype
-        staged = staged_bytes_at_most(record.layers, record.hidden_size, staged_dtype, tokens)
+        parts = shares(record.layers, self.ranks)
+        staged = sum(staged_bytes_at_most(layers, record.hidden_size, staged_dtype, tokens) for layers in parts)
+        staged = math.ceil(staged * sum(fractions(parts)))
         if record.dtype == staged_dtype:
             return staged
         return staged + tokens * token_bytes(record.layers, record.hidden_size, record.dtype)
@@ -75,7 +85,11 @@ class Job:
     @property
     def largest_shard_bytes(self) -> int:
         """An upper bound of what the largest shard of the plan takes in staging."""
-        tokens = max((t for f in self.dataset.plan.files for t in f.shard_tokens), default=0)
+        record, generated = self.dataset, self.dataset.include_generated
+        prompts = max((t for f in record.plan.files for t in f.shard_tokens), default=0)
+        # A shard of more than one sample is under its target, generated tokens included.
+        target = self.config.shards.target_bytes // token_bytes(record.layers, record.hidden_size, record.dtype)
+        tokens = min(prompts * (1 + generated), max(target, prompts + generated))
         return int(1.02 * self.sample_bytes(tokens)) + 4 * tokens + 2**20
 
     @property

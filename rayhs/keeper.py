@@ -13,7 +13,7 @@ from rayhs.arrivals import Arrivals
 from rayhs.engine import Engine
 from rayhs.errors import EngineError
 from rayhs.log import logger
-from rayhs.staging import StagingArea
+from rayhs.parts import StagedParts
 
 _MOST_IN_A_ROW = 15  # finding one prompt that kills takes six
 _MOST_DEATHS = 100
@@ -26,7 +26,7 @@ class Running:
 
     engine: Engine
     arrivals: Arrivals
-    area: StagingArea
+    area: StagedParts
     users: int = 0
     dead: bool = False
 
@@ -38,7 +38,7 @@ class EngineKeeper:
     of that name.
     """
 
-    def __init__(self, make: Callable[[StagingArea], Engine], make_area: Callable[[str], StagingArea]) -> None:
+    def __init__(self, make: Callable[[StagedParts], Engine], make_area: Callable[[str], StagedParts]) -> None:
         self._make, self._make_area = make, make_area
         self._running: Running | None = None
         self._lock = asyncio.Lock()
@@ -109,6 +109,7 @@ class EngineKeeper:
         except EngineError as error:
             if not self._started:
                 raise  # nothing suggests that it would ever start
+            shutil.rmtree(area.directory, ignore_errors=True)
             self._count(error)
             await asyncio.sleep(_RESTART_PAUSE_S * self._in_a_row)
             return None

@@ -199,8 +199,11 @@ class DatasetRecord(Record):
 class LayerError(Record):
     """How far the float8_e4m3fn states of a layer are from the engine's, over tokens: ``||x - q s|| / ||x||``."""
 
-    mean: Annotated[float, Field(ge=0)]
-    max: Annotated[float, Field(ge=0)]
+    mean: Annotated[float, Field(ge=0, le=2)]
+    max: Annotated[float, Field(ge=0, le=2)]
+
+
+LayerErrors = dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,3})$")], LayerError]
 
 
 class CommitRecord(Record):
@@ -225,7 +228,7 @@ class CommitRecord(Record):
     status: Annotated[list[SampleStatus], FailFast()]
     reason: Annotated[list[str | None], FailFast()]
     checksum: Annotated[list[str | None], FailFast()]
-    errors: dict[str, LayerError] = Field(default_factory=dict)
+    errors: LayerErrors = Field(default_factory=dict)
     seconds: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -241,6 +244,8 @@ class CommitRecord(Record):
                 )
         elif "ok" in self.status:
             raise ValueError("good samples without an object")
+        if self.errors and "ok" not in self.status:
+            raise ValueError("errors of states without a good sample")
         expected = 0
         for start, count, status in zip(self.token_start, self.num_tokens, self.status, strict=True):
             if status == "ok" and (start != expected or count <= 0):
@@ -270,6 +275,6 @@ class Summary(Record):
     seconds: float
     tokens_per_second: float
     reasons: dict[str, Count]
-    errors: dict[str, LayerError] = Field(default_factory=dict)
+    errors: LayerErrors = Field(default_factory=dict)
     index_checksums: Annotated[list[str], FailFast()]
     finished: str

@@ -35,11 +35,12 @@ from rayhs.keeper import EngineKeeper, Running
 from rayhs.layout import PLANNED, CommitRecord, ShardId, commit_name, new_attempt
 from rayhs.log import logger
 from rayhs.metrics import Metrics, Totals, read_metrics
+from rayhs.parts import StagedParts
 from rayhs.quarantine import Results, run_all
 from rayhs.reading.catalog import read_commit
 from rayhs.reading.plan_reader import PlanReader
 from rayhs.shards import FailedSample, GoodSample, PlannedSample, read_staged, write_shard
-from rayhs.staging import OwnedDirectory, StagingArea
+from rayhs.staging import OwnedDirectory
 from rayhs.store import Store, open_store
 from rayhs.streak import Streak
 from rayhs.turns import Turns
@@ -81,15 +82,15 @@ class Replica:
         self._stopping = asyncio.Event()
         self._active: set[asyncio.Task[Any]] = set()
 
-    def _make_engine(self, area: StagingArea) -> Engine:
+    def _make_engine(self, area: StagedParts) -> Engine:
         job = self._job
         return make_engine(job.config, job.model, job.dataset.layers, area, job.measured)
 
-    def _make_area(self, name: str) -> StagingArea:
+    def _make_area(self, name: str) -> StagedParts:
         # Not before there is work: Ray ends an actor that was still starting without a word to it.
         if self._owned is None:
             self._owned = OwnedDirectory(self._job.config.staging.path)
-        return StagingArea(self._owned.path / name, self.budget.limit)
+        return StagedParts(self._owned.path / name, self.budget.limit, self._job.dataset.layers, self._job.ranks)
 
     async def run_shard(self, shard: ShardId) -> Receipt:
         """Extract and commit one shard; what goes wrong with it, the engine or the store is in the receipt."""
@@ -220,10 +221,10 @@ class Replica:
             token_ids: list[int] = planned.token_ids.tolist()
             with self._engine_used():
                 await running.engine.extract(key, token_ids)
-            memory = await running.arrivals.wait(key)
+            parts = await running.arrivals.wait(key)
             held.callback(running.area.release, key)
             loop = asyncio.get_running_loop()
-            results[planned.index] = await loop.run_in_executor(self._checkers, self._read, memory, planned)
+            results[planned.index] = await loop.run_in_executor(self._checkers, self._read, parts, planned)
             self._streak.good()
         except SampleError as error:
             self._fail(results, planned, str(error))
@@ -239,9 +240,9 @@ class Replica:
             self._running_samples -= 1
             self._metrics.waiting("engine idle", self._running_samples == 0)
 
-    def _read(self, memory: memoryview, planned: PlannedSample) -> GoodSample:
-        with self._metrics.timed("check", len(memory)):
-            return read_staged(memory, planned, self._spec)
+    def _read(self, parts: list[memoryview], planned: PlannedSample) -> GoodSample:
+        with self._metrics.timed("check", sum(map(len, parts))):
+            return read_staged(parts, planned, self._spec)
 
     def _fail(self, results: Results, planned: PlannedSample, reason: str) -> None:
         results[planned.index] = FailedSample(planned, reason)

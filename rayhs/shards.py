@@ -89,19 +89,19 @@ class ShardSpec:
     include_generated: int = 0
 
 
-def read_staged(memory: memoryview, planned: PlannedSample, spec: ShardSpec) -> GoodSample:
-    """Read, check and convert one staged sample; states are views of ``memory`` where no conversion is needed.
+def read_staged(parts: Sequence[memoryview], planned: PlannedSample, spec: ShardSpec) -> GoodSample:
+    """Read, check and convert one staged sample out of its parts; states are views of them where none is converted.
 
     Raises:
         SampleError: other tokens than planned, missing or misshapen layers, or states that fail
             `check_states`.
     """
-    try:
-        length = codec.header_length(bytes(memory[:8]), len(memory))
-        tensors, _ = codec.parse_header(bytes(memory[8 : 8 + length]), len(memory))
-    except FormatError as error:
-        raise SampleError(f"wrong states: staged file: {error}") from None
-    arrays = {name: codec.decode(t, memory[t.start : t.start + t.nbytes]) for name, t in tensors.items()}
+    arrays: dict[str, Array] = {}
+    for tensors in map(_staged_tensors, parts):
+        token_ids = tensors.pop("token_ids")
+        if not np.array_equal(token_ids, arrays.setdefault("token_ids", token_ids)):
+            raise SampleError("wrong states: the ranks staged other tokens than each other")
+        arrays |= tensors
     token_ids = arrays.pop("token_ids")
     prompt = len(planned.token_ids)
     extra = len(token_ids) - prompt
@@ -120,6 +120,15 @@ def read_staged(memory: memoryview, planned: PlannedSample, spec: ShardSpec) -> 
     if planned.loss_mask is not None:
         loss_mask[:prompt] = planned.loss_mask
     return GoodSample(planned, token_ids, loss_mask, states, sample_checksum(states, scales), scales, errors)
+
+
+def _staged_tensors(memory: memoryview) -> dict[str, Array]:
+    try:
+        length = codec.header_length(bytes(memory[:8]), len(memory))
+        tensors, _ = codec.parse_header(bytes(memory[8 : 8 + length]), len(memory))
+    except FormatError as error:
+        raise SampleError(f"wrong states: staged file: {error}") from None
+    return {name: codec.decode(t, memory[t.start : t.start + t.nbytes]) for name, t in tensors.items()}
 
 
 def sample_checksum(states: Mapping[int, Array], scales: Mapping[int, Array]) -> str:

@@ -24,6 +24,7 @@ from rayhs.codec import FP8
 from rayhs.copying import HostCopier, StagedLayout, StateCache
 from rayhs.fp8 import quantize
 from rayhs.metrics import Metrics
+from rayhs.parts import shares
 from rayhs.shards import PlannedSample, ShardSpec, read_staged
 from rayhs.staging import StagingArea
 from tests.models import Oracle, random_prompts, relative_error, save_tiny_model
@@ -113,6 +114,22 @@ def test_copies_follow_the_block_table(tmp_path: Path, block_axis: int) -> None:
             assert np.array_equal(got[f"hidden_states.{layer}"][position], tensor[tuple(where)].numpy())
 
 
+@pytest.mark.parametrize("block_axis", [1, 2])
+def test_a_share_is_every_so_many_layers(block_axis: int) -> None:
+    import torch
+
+    layers = (2, 5, 6, 9, 11)
+    shape = [3, 0, 0, 8]
+    shape[block_axis], shape[3 - block_axis] = 4, len(layers)
+    cache = StateCache(torch.randn(shape), block_axis, layers)
+    for rank, wanted in enumerate(shares(layers, 2)):
+        share = cache.share(rank, 2, wanted)
+        assert (share.layers, share.block_size, share.token_bytes) == (wanted, 4, len(wanted) * 32)
+        assert torch.equal(share.block(1, 3), cache.block(1, 3)[rank::2])
+        ids = torch.tensor([2, 0])
+        assert torch.equal(share.gather(ids), cache.gather(ids)[rank::2])
+
+
 @pytest.mark.parametrize("preallocate", [False, True])
 def test_copies_in_float8(tmp_path: Path, preallocate: bool) -> None:
     import torch
@@ -127,7 +144,7 @@ def test_copies_in_float8(tmp_path: Path, preallocate: bool) -> None:
     copier.start("request", "key", list(range(10)), [7, 3, 9])
     planned = PlannedSample(0, "row-0", np.arange(10, dtype=np.int32), None)
     spec = ShardSpec(layers, hidden, "bfloat16", FP8, "safetensors", {})
-    sample = read_staged(area.take("key"), planned, spec)
+    sample = read_staged([area.take("key")], planned, spec)
     for i, layer in enumerate(layers):
         want = quantize(tensor[[7, 3, 9], :, i].reshape(-1, hidden)[:10].float().numpy())
         assert np.array_equal(sample.states[layer].view(np.uint8), want[0].view(np.uint8))

@@ -118,7 +118,9 @@ def test_copies_in_pieces_into_the_arena_and_with_a_small_pool(
         parts = quantize(want.cuda()) if quantizes else (want,)
         for name, part in zip(names, parts, strict=True):
             for i, layer in enumerate(layers):
-                assert torch.equal(got[f"hidden_{name}.{layer}"].float(), part[i].cpu().float())
+                # Of the errors, sums over other shapes may be added in another order.
+                tolerance = 1e-5 if name == "errors" else 0.0
+                assert torch.allclose(got[f"hidden_{name}.{layer}"].float(), part[i].cpu().float(), tolerance, 0)
     owned.remove()
 
 

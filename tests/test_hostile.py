@@ -151,6 +151,14 @@ CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "commit: negative start": (record(COMMIT, token_start=[-1, 2, 3]), ("verify", "unfinished")),
     "commit: 2^62 tokens": (record(COMMIT, num_tokens=[BIG] * 3), ("verify", "unfinished")),
     "commit: 10^400 bytes": (replaced(COMMIT, b'"object_bytes":', b'"object_bytes":1' + b"0" * 400), ("verify",)),
+    "commit: errors over all bounds": (
+        record(COMMIT, errors={"2": {"mean": 1e308, "max": 1e308}}),
+        ("verify", "unfinished"),
+    ),
+    "commit: errors of no layer": (
+        record(COMMIT, errors={"a\nb": {"mean": 0.1, "max": 0.1}}),
+        ("verify", "unfinished"),
+    ),
     "commit: NaN": (replaced(COMMIT, b'"seconds":{', b'"seconds":{"x":NaN'), ("verify", "unfinished")),
     "commit: a million samples": (record(COMMIT, index=list(range(500_000))), ("verify", "unfinished")),
     "commit: a million wrong values": (record(COMMIT, index=["x"] * 1_000_000), ("verify", "unfinished")),

@@ -21,7 +21,8 @@ from rayhs.cores import CoreClaim
 from rayhs.demo import cache_folder, prepare_demo
 from rayhs.engine import VllmEngine
 from rayhs.errors import EngineError, SampleError
-from rayhs.staging import OwnedDirectory, StagingArea
+from rayhs.parts import StagedParts
+from rayhs.staging import OwnedDirectory
 from tests.models import FAMILIES, Oracle, random_prompts, relative_error, save_tiny_model
 from tests.processes import worker_processes
 
@@ -44,8 +45,8 @@ class RunningEngine:
     def __init__(self, model: Path, layers: Sequence[int] = LAYERS, **engine: Any) -> None:
         self.layers = layers
         self._owned = OwnedDirectory("/dev/shm")
-        self.area = StagingArea(self._owned.path / "engine", 2**28)
         tensor_parallel = engine.get("tensor_parallel_size", 1)
+        self.area = StagedParts(self._owned.path / "engine", 2**28, layers, tensor_parallel)
         self._cores = CoreClaim(2)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cores.thread_binding(tensor_parallel)
         vllm = {"enforce_eager": True, "max_num_seqs": 8, "disable_log_stats": False, **engine.pop("vllm", {})}
@@ -79,10 +80,12 @@ class RunningEngine:
         self._cores.release()
 
 
-def _read(memory: memoryview, layers: Sequence[int]) -> Got:
-    length = codec.header_length(bytes(memory[:8]), len(memory))
-    tensors, _ = codec.parse_header(bytes(memory[8 : 8 + length]), len(memory))
-    arrays = {n: codec.decode(t, memory[t.start : t.start + t.nbytes]) for n, t in tensors.items()}
+def _read(parts: Sequence[memoryview], layers: Sequence[int]) -> Got:
+    arrays: dict[str, np.ndarray] = {}
+    for memory in parts:
+        length = codec.header_length(bytes(memory[:8]), len(memory))
+        tensors, _ = codec.parse_header(bytes(memory[8 : 8 + length]), len(memory))
+        arrays |= {n: codec.decode(t, memory[t.start : t.start + t.nbytes]) for n, t in tensors.items()}
     # Copied: the memory is given back.
     return Got(arrays["token_ids"].tolist(), {k: arrays[codec.state_name(k)].copy() for k in layers})
 

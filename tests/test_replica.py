@@ -24,6 +24,7 @@ from rayhs.indexing import write_index
 from rayhs.job import Job, Receipt, staging_bytes
 from rayhs.layout import DATASET, CommitRecord, ShardId, commit_name
 from rayhs.model import describe_model
+from rayhs.reading.plan_reader import PlanReader
 from rayhs.replica import Replica
 from rayhs.store import open_store
 from tests.planning import plan_here
@@ -159,7 +160,7 @@ def test_a_failure_handed_over_by_the_connector_fails_the_sample(
     class Failing(FakeEngine):
         async def extract(self, key: str, token_ids: Sequence[int]) -> None:
             if len(token_ids) == 7:
-                self._area.fail(key, "copy failed: from the GPU: misaligned")
+                self._area.areas[0].fail(key, "copy failed: from the GPU: misaligned")
             elif len(token_ids) == 9:
                 raise SampleError("refused by the engine: too odd")
             else:
@@ -205,6 +206,32 @@ def test_states_in_float8(tmp_path: Path, engine_dtype: str, shard_format: str) 
             a, b = states.astype(np.float32), exact.astype(np.float32)
             off = np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)
             assert off.max() <= record.errors[str(layer)].max + 5e-3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("generated", [0, 5, 5000])
+@pytest.mark.parametrize("target", ["20kB", "64MiB"])
+def test_no_shard_takes_more_staging_than_the_largest_is_said_to(
+    tmp_path: Path, target: str, generated: int, ranks: int
+) -> None:
+    engine = {"include_generated": generated, "tensor_parallel_size": ranks}
+    job = make_job(tmp_path, prompts_of(40), engine=engine, shards={"target_bytes": target})
+    plan = PlanReader(open_store(job.config.output), job.dataset.plan)
+    for shard in job.dataset.plan.shard_ids():
+        lengths = plan.rows(shard, ["num_tokens"])["num_tokens"].to_pylist()
+        assert sum(job.sample_bytes(n + generated) for n in lengths) <= job.largest_shard_bytes
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_stage_their_shares(tmp_path: Path, ranks: int) -> None:
+    prompts = [*prompts_of(12), [4, NAN_TOKEN], [4, 5]]
+    job = make_job(tmp_path, prompts, engine={"tensor_parallel_size": ranks})
+    receipts, _ = run_all(job)
+    assert sum(r.failed for r in receipts) == 1
+    states = stored_states(job)
+    assert sorted(states) == [*range(12), 13]
+    for index, layers in states.items():
+        assert all(np.array_equal(layers[k], fake_states(prompts[index], k, HIDDEN)) for k in (2, 8))
 
 
 def test_a_replica_killed_leaves_staging_that_the_next_one_frees(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def planned(index: int, tokens: list[int]) -> PlannedSample:
 
 def good(index: int, tokens: list[int], shard_spec: ShardSpec) -> GoodSample:
     dtype = FP8 if shard_spec.dtype == FP8 else shard_spec.engine_dtype
-    return read_staged(staged(tokens, dtype), planned(index, tokens), shard_spec)
+    return read_staged([staged(tokens, dtype)], planned(index, tokens), shard_spec)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -92,7 +92,17 @@ def test_a_shard_of_float8_is_readable_by_the_safetensors_package(tmp_path: Path
 def test_float8_states_without_their_scales_or_errors_are_refused(name: str) -> None:
     memory = bytes(staged([1, 2, 3], FP8)).replace(name.encode(), b"x" * len(name), 1)
     with pytest.raises(SampleError, match="wrong states"):
-        read_staged(memoryview(memory), planned(0, [1, 2, 3]), spec(dtype=FP8))
+        read_staged([memoryview(memory)], planned(0, [1, 2, 3]), spec(dtype=FP8))
+
+
+def test_parts_of_several_ranks_are_one_sample() -> None:
+    parts = [staged([1, 2, 3], layers=(3,)), staged([1, 2, 3], layers=(1,))]
+    sample = read_staged(parts, planned(0, [1, 2, 3]), spec())
+    assert sample.checksum == good(0, [1, 2, 3], spec()).checksum and list(sample.states) == [1, 3]
+    with pytest.raises(SampleError, match="other tokens than each other"):
+        read_staged([parts[0], staged([1, 2, 4], layers=(1,))], planned(0, [1, 2, 3]), spec())
+    with pytest.raises(SampleError, match="layers"):
+        read_staged(parts[:1], planned(0, [1, 2, 3]), spec())
 
 
 def test_the_commit_record_tells_sizes_checksums_and_failures(tmp_path: Path) -> None:
@@ -150,12 +160,12 @@ def test_no_commit_record_without_an_acknowledged_object(tmp_path: Path) -> None
 )
 def test_states_of_something_else_are_refused(memory: memoryview, sample: PlannedSample, message: str) -> None:
     with pytest.raises(SampleError, match=message):
-        read_staged(memory, sample, spec())
+        read_staged([memory], sample, spec())
 
 
 def test_generated_tokens_are_kept_and_masked_in() -> None:
     sample = PlannedSample(0, "a", np.asarray([1, 2, 3], np.int32), np.asarray([0, 1, 0], np.uint8))
-    result = read_staged(staged([1, 2, 3, 8, 9]), sample, spec(include_generated=2))
+    result = read_staged([staged([1, 2, 3, 8, 9])], sample, spec(include_generated=2))
     assert result.token_ids.tolist() == [1, 2, 3, 8, 9]
     assert result.loss_mask.tolist() == [0, 1, 0, 1, 1]
 
@@ -197,7 +207,7 @@ def test_states_that_overflow_the_stored_dtype_fail_the_sample() -> None:
     states = [(fake_states(tokens, k, HIDDEN) * 1e6).tobytes() for k in LAYERS]
     memory = memoryview(b"".join([build_header(specs, {}), *states, np.asarray(tokens, np.int32).tobytes()]))
     with pytest.raises(SampleError, match="not finite"):
-        read_staged(memory, planned(0, tokens), spec(dtype="float16"))
+        read_staged([memory], planned(0, tokens), spec(dtype="float16"))
 
 
 @settings(max_examples=50, deadline=None)

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from rayhs.arena import Arena, NoRoomNow
 from rayhs.arrivals import Arrivals
 from rayhs.budget import ByteBudget
+from rayhs.codec import staged_bytes_at_most
 from rayhs.errors import EngineError, SampleError
+from rayhs.parts import StagedParts, fractions, shares
 from rayhs.staging import OwnedDirectory, StagingArea, StagingFull, is_key, sweep_dead
 
 
@@ -230,10 +232,11 @@ def test_directories_of_dead_owners_are_swept_and_living_ones_kept(tmp_path: Pat
 
 
 def test_arrivals_serve_many_waiters_and_time_out(tmp_path: Path) -> None:
-    area = StagingArea(tmp_path, 10_000)
+    parts = StagedParts(tmp_path, 10_000, [3])
+    (area,) = parts.areas
 
     async def run() -> list[bytes]:
-        arrivals = Arrivals(area, lambda: False)
+        arrivals = Arrivals(parts, lambda: False)
         waiting = [asyncio.create_task(arrivals.wait(f"k{i}")) for i in range(20)]
         await asyncio.sleep(0.02)
         for i in reversed(range(20)):
@@ -242,9 +245,54 @@ def test_arrivals_serve_many_waiters_and_time_out(tmp_path: Path) -> None:
         with pytest.raises(EngineError, match="no states"):
             await arrivals.wait("never", timeout=0.05)
         stage(area, "later", b"z")
-        return [bytes(m) for m in memories] + [bytes(await arrivals.wait("later"))]
+        return [bytes(m) for (m,) in [*memories, await arrivals.wait("later")]]
 
     assert asyncio.run(run()) == [bytes([i]) for i in range(20)] + [b"z"]
+
+
+def test_ranks_carry_every_layer_once_and_none_two_more_than_another() -> None:
+    for count in range(1, 9):
+        for ranks in range(1, 10):
+            got = shares(list(range(count)), ranks)
+            assert sorted(layer for share in got for layer in share) == list(range(count))
+            assert len(got) == min(ranks, count) and max(map(len, got)) - min(map(len, got)) <= 1
+
+
+@pytest.mark.parametrize("layers", [[1], [1, 2], [1, 2, 3], list(range(29))])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_areas_of_parts_keep_the_limit_and_hold_what_is_reserved(tmp_path: Path, layers: list[int], ranks: int) -> None:
+    parts = StagedParts(tmp_path, 10 * 2**20, layers, ranks)
+    limits = [area.max_bytes for area in parts.areas]
+    assert sum(limits) <= 10 * 2**20
+    usable = 10 * 2**20 / sum(fractions(parts.shares))
+    for tokens in (1, 40, 100_000):  # headers are most of it, or states
+        sizes = [staged_bytes_at_most(share, 64, "bfloat16", tokens) for share in parts.shares]
+        for size, limit in zip(sizes, limits, strict=True):
+            assert size / sum(sizes) * usable <= limit + len(limits)
+
+
+@pytest.mark.parametrize("preallocates", [False, True])
+def test_a_sample_has_arrived_when_every_part_has(tmp_path: Path, preallocates: bool) -> None:
+    parts = StagedParts(tmp_path, 2**20, [2, 5, 8], ranks=2)
+    assert parts.shares == [(2, 8), (5,)]
+    first, second = parts.areas
+    if preallocates:
+        first.preallocate()
+        second.preallocate()
+    reader = StagedParts(tmp_path, 2**20, [2, 5, 8], ranks=2)
+    stage(first, "a", b"abc")
+    assert reader.arrivals() == set()
+    stage(second, "a", b"de")
+    stage(second, "b", b"f")
+    first.fail("b", "copy failed: x")
+    assert reader.arrivals() == {"a", "b"}
+    assert [bytes(part) for part in reader.take("a")] == [b"abc", b"de"]
+    with pytest.raises(SampleError, match="copy failed: x"):
+        reader.take("b")
+    reader.release("a")
+    assert reader.arrivals() == set()
+    if preallocates:
+        assert list(tmp_path.rglob("*.slot")) == [], "the other part of a failed sample is given back too"
 
 
 def test_the_budget_is_first_come_first_served_and_never_passed() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rayhs import codec, layout
+from rayhs import codec, fp8, layout
 from rayhs.codec import Array, StoredTensor, state_name
 from rayhs.errors import FormatError, ObjectNotFound
 from rayhs.layout import CommitRecord, DatasetRecord, ShardId
@@ -174,7 +174,7 @@ def _check_parquet(
             state.start_layer(layer, stored.states[layer].shape[1] * stored.states[layer].itemsize)
             state.update(stored.states[layer].view(np.uint8).reshape(-1), record.dtype)
         for layer, scales in stored.scales.items():
-            state.add_scales(layer, scales)
+            state.add_scales(layer, scales, fp8.largest_scale(record.engine_dtype))
         _report(found, name, sample, record, state, stored.token_ids, stored.loss_mask)
 
 
@@ -200,7 +200,7 @@ def _check_tensors(
     for sample, state in zip(samples, states, strict=True):
         part = slice(sample.start, sample.start + sample.tokens)
         for layer, scales in zip(record.layers, codec.scale_names(record.layers, record.dtype), strict=False):
-            state.add_scales(layer, small[scales][part])
+            state.add_scales(layer, small[scales][part], fp8.largest_scale(record.engine_dtype))
         _report(found, name, sample, record, state, small["token_ids"][part], small["loss_mask"][part])
 
 

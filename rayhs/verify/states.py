@@ -105,10 +105,10 @@ class SampleState:
             if not (rows == self._first).all():
                 self.constant.discard(self._layer)
 
-    def add_scales(self, layer: int, scales: Array) -> None:
+    def add_scales(self, layer: int, scales: Array, largest: float) -> None:
         """``scales`` float32 `[tokens]` of a layer; those of all layers, in order, after all states."""
         self.hash.update(np.ascontiguousarray(scales).view(np.uint8).data)
-        if not np.isfinite(scales).all() or (scales <= 0).any():
+        if not ((scales > 0) & (scales <= largest)).all():
             self.not_finite.add(layer)
         if (scales != scales[0]).any():
             self.constant.discard(layer)

@@ -28,6 +28,7 @@ from rayhs.identity import dataset_record, identity_of
 from rayhs.job import Job
 from rayhs.layout import Plan
 from rayhs.model import describe_model
+from rayhs.parts import StagedParts
 from rayhs.replica import Replica
 from rayhs.staging import StagingArea
 from tests.planning import plan_here
@@ -44,15 +45,15 @@ class Prestaged(FakeEngine):
     source: Path
 
     async def extract(self, key: str, token_ids: Sequence[int]) -> None:
-        os.rename(self.source / f"{token_ids[0]}.safetensors", self._area.path(key))
+        os.rename(self.source / f"{token_ids[0]}.safetensors", self._area.areas[0].path(key))
 
 
 def stage_all(source: Path, count: int) -> list[list[int]]:
+    engine = FakeEngine(StagedParts(source.parent / "unused", 2**40, LAYERS), LAYERS, HIDDEN, "float32")
     area = StagingArea(source, 2**40)
-    engine = FakeEngine(area, LAYERS, HIDDEN, "float32")
     prompts = [[i, *range(TOKENS - 1)] for i in range(count)]
     for i, prompt in enumerate(prompts):
-        engine._stage(str(i), prompt)
+        engine._stage(str(i), prompt, area, LAYERS)
     return prompts
 
 
@@ -75,7 +76,7 @@ def committed(job: Job, source: Path) -> tuple[float, int]:
 
     async def run() -> tuple[float, int]:
         replica = Replica(job)
-        await replica._ready_engine()
+        await replica.ready()
         gate = asyncio.Semaphore(job.shards_in_flight)
 
         async def one(shard: Any) -> None:
