@@ -1,19 +1,28 @@
 """`rayhs bench` on the shapes of Qwen3 with dummy weights: states into a folder in memory. Needs a GPU, no network.
 
-`python tests/benchmarks/gpu.py OUT CASE... [--peer stock] [--rounds 3]`: cases are the keys of CASES. Writes
-OUT/<case>.json and OUT/<case>.log, prints a line each. On a bare host byte-compile vLLM first
-(`python -m compileall -q -j 16 FOLDER`): else every engine's first start does it.
+    python tests/benchmarks/gpu.py OUT [CASE...] [--tests] [--peer stock] [--rounds 3]
+    python tests/benchmarks/gpu.py --table OUT/report.json
+
+Cases are the keys of CASES; without any, those that fit the GPUs there are. ``--tests`` runs tests/test_gpu.py
+first. OUT/report.json has the machine, the versions, the date, what the tests said and every case, and is
+written anew after each; a case's own output is OUT/<case>.log. ``--table`` prints a report as Markdown. On a bare
+host byte-compile vLLM first (`python -m compileall -q -j 16 FOLDER`): else every engine's first start does it.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
+import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -98,37 +107,110 @@ def run_file(folder: Path, shape: str) -> Path:
     return path
 
 
-def measure(folder: Path, out: Path, case: str, extra: list[str]) -> None:
+def measure(folder: Path, out: Path, case: str, extra: list[str]) -> dict[str, Any]:
+    """The report of `rayhs bench`, or ``error``; and ``command_s``, engine starts included."""
     shape, changes, arguments = CASES[case]
     options = [word for change in changes for word in ("--set", change)]
     command = [sys.executable, "-m", "rayhs", "bench", str(run_file(folder, shape)), *options, *arguments, *extra]
     started = time.monotonic()
     with (out / f"{case}.log").open("w") as log:
         done = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, stderr=log, text=True, check=False)
-    took = time.monotonic() - started
+    took = {"command_s": round(time.monotonic() - started, 1)}
     if done.returncode != 0:
-        print(f"{case}: exit code {done.returncode} after {took:.0f} s; {(out / f'{case}.log').read_text()[-2000:]}")
-        return
-    (out / f"{case}.json").write_text(done.stdout)
-    report = json.loads(done.stdout)
-    stages = {s["stage"]: (round(s["seconds"], 2), round(s["bytes"] / 1e9, 1)) for s in report["stages"]}
-    keys = ("plain", "rayhs", "stock", "ratio", "stock_ratio", "seconds", "tokens", "bottleneck")
-    print(json.dumps({"case": case, "command_s": round(took), **{k: report[k] for k in keys}, "stages": stages}))
+        return {**took, "error": f"exit code {done.returncode}: {(out / f'{case}.log').read_text()[-2000:]}"}
+    return {**took, **json.loads(done.stdout)}
+
+
+def run_tests(out: Path) -> str:
+    """The last line of pytest."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/test_gpu.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (out / "tests.log").write_text(done.stdout + done.stderr)
+    return (done.stdout.strip().splitlines() or ["no output"])[-1]
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    count = torch.cuda.device_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "gpus": [torch.cuda.get_device_name(i) for i in range(count)],
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30),
+        "shm_gib": round(shutil.disk_usage("/dev/shm").total / 2**30),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("vllm", "torch", "ray", "rayhs"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def gpus_of(case: str) -> int:
+    changes = CASES[case][1]
+    return 2 if TP2 in changes or "cluster.replicas=2" in changes else 1
+
+
+def table(report: dict[str, Any]) -> str:
+    """A report's cases as Markdown; rates are medians of the rounds."""
+    lines = ["| case | plain vLLM | rayhs | ratio | example connector | states |", "|---|---|---|---|---|---|"]
+    for case, got in report["cases"].items():
+        if "error" in got:
+            lines.append(f"| {case} | failed: {got['error'].split(':')[0]} | | | | |")
+            continue
+        plain, ours, stock = (_median(got[key]) for key in ("plain", "rayhs", "stock"))
+        ratio = f"{got['ratio']:.3f}" if got["ratio"] else ""
+        beside = f"{got['stock_ratio']:.3f}" if got["stock_ratio"] else ""
+        rate = f"{got['state_bytes'] / got['tokens'] * (statistics.median(got['rayhs'])) / 1e9:.2f} GB/s"
+        lines.append(f"| {case} | {plain} | {ours} | {ratio} | {stock} {beside} | {rate} |")
+    return "\n".join(lines)
+
+
+def _median(rates: list[float]) -> str:
+    return f"{statistics.median(rates):,.0f}" if rates else ""
 
 
 def main() -> None:
-    out, *words = sys.argv[1:]
-    cases = [word for word in words if word in CASES]
-    extra = [word for word in words if word not in CASES]
-    Path(out).mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("cases", nargs="*", metavar="CASE")
+    parser.add_argument("--rounds", default="1")
+    parser.add_argument("--peer", choices=["stock"])
+    parser.add_argument("--tests", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    chosen = parser.parse_args()
+    if chosen.table:
+        print(table(json.loads(chosen.out.read_text())))
+        return
+    if unknown := set(chosen.cases) - set(CASES):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    extra = ["--rounds", chosen.rounds, *(["--peer", chosen.peer] if chosen.peer else [])]
+    out: Path = chosen.out
+    out.mkdir(parents=True, exist_ok=True)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    here = machine()
+    cases = chosen.cases or [case for case in CASES if gpus_of(case) <= len(here["gpus"])]
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": here,
+        "versions": versions(),
+        "tests": run_tests(out) if chosen.tests else None,
+        "cases": {},
+    }
+    folder = Path(tempfile.mkdtemp())
     ray.init(address="local", include_dashboard=False, log_to_driver=False)  # one for all cases
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     for case in cases:
-        measure(folder, Path(out), case, extra)
+        report["cases"][case] = measure(folder, out, case, extra)
+        (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        print(case, json.dumps(report["cases"][case]), flush=True)
     ray.shutdown()
     shutil.rmtree(folder)
+    print(table(report))
 
 
 if __name__ == "__main__":
