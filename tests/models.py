@@ -55,26 +55,31 @@ def save_tiny_model(family: str, folder: Path, hidden_size: int = 64, positions:
 
 
 class Oracle:
-    """transformers float32: the residual stream at each layer id, id n before the final norm."""
+    """transformers, by default in float32 on the CPU: the residual stream at each layer id, id n before the final norm.
 
-    def __init__(self, folder: str | Path) -> None:
+    States come back in float32.
+    """
+
+    def __init__(self, folder: str | Path, dtype: str = "float32", device: str = "cpu") -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
         self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
+            folder, dtype=getattr(torch, dtype), attn_implementation="eager"
         ).eval()
+        self.model.to(device)
         self.num_layers = self.model.config.num_hidden_layers
 
     def states(self, token_ids: Sequence[int]) -> dict[int, np.ndarray]:
         captured: list[Any] = []
         hook = self.model.model.norm.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0]))
         with self._torch.no_grad():
-            out = self.model(self._torch.tensor([list(token_ids)]), output_hidden_states=True)
+            ids = self._torch.tensor([list(token_ids)], device=self.model.device)
+            out = self.model(ids, output_hidden_states=True)
         hook.remove()
         layers = [*out.hidden_states[: self.num_layers], captured[0]]
-        return {k: state[0].numpy() for k, state in enumerate(layers)}
+        return {k: state[0].float().cpu().numpy() for k, state in enumerate(layers)}
 
     def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
         ids = list(token_ids)
