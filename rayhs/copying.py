@@ -101,9 +101,9 @@ class StagedLayout:
         """What is staged of `[layers, tokens, hidden]`: the states, or float8 states, scales and errors."""
         return quantize(states) if self.quantizes else (states,)
 
-    def empty(self, tokens: int, pinned: bool) -> tuple[torch.Tensor, ...]:
-        """Memory for what `encode` gives of so many tokens."""
-        return tuple(torch.empty(shape, dtype=dtype, pin_memory=pinned) for dtype, shape in self._parts(tokens))
+    def pinned(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        """Pinned memory for what `encode` gives of so many tokens."""
+        return tuple(torch.empty(shape, dtype=dtype, pin_memory=True) for dtype, shape in self._parts(tokens))
 
     def views(self, memory: memoryview, offset: int, tokens: int) -> tuple[torch.Tensor, ...]:
         """The same in staged memory from byte ``offset`` on."""

@@ -217,7 +217,7 @@ class _PinnedWriters:
             if not self._left:
                 return None
         self._left -= 1
-        return self._layout.empty(self._piece_tokens, pinned=True)
+        return self._layout.pinned(self._piece_tokens)
 
     def _write(
         self, copied: torch.cuda.Event, pinned: tuple[torch.Tensor, ...], places: Sequence[torch.Tensor]

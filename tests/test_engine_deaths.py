@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from rayhs.errors import EngineError
 from rayhs.fake import KILLER_TOKEN, NAN_TOKEN, FakeEngine
 from rayhs.job import Job
+from rayhs.keeper import EngineKeeper
 from rayhs.layout import CommitRecord, ShardId, commit_name
+from rayhs.parts import StagedParts
 from rayhs.store import open_store
 from tests.test_replica import HIDDEN, make_job, prompts_of, run_all, stored_states
 
@@ -66,6 +68,28 @@ def reasons(job: Job) -> dict[int, str]:
         failed |= {i: r for i, r in zip(record.index, record.reason, strict=True) if r is not None}
     assert len(seen) == len(set(seen))
     return failed
+
+
+def test_a_restart_that_fails_leaves_no_staging(tmp_path: Path, engine: type[CountedEngine]) -> None:
+    engine.start_fails = staticmethod(lambda start: start in (2, 3))
+    held: list[set[str]] = []
+
+    class Watched(engine):  # type: ignore[misc,valid-type]
+        async def start(self) -> None:
+            held.append({path.name for path in self._area.directory.parent.iterdir() if path.is_dir()})
+            await super().start()
+
+    async def run() -> None:
+        keeper = EngineKeeper(
+            lambda area: Watched(area, [1], HIDDEN, "float32"), lambda name: StagedParts(tmp_path / name, 2**20, [1])
+        )
+        async with keeper.engine() as first:
+            await keeper.died(first, EngineError("the engine died: test"))
+        await keeper.ready()
+        await keeper.stop()
+
+    asyncio.run(run())
+    assert [len(names) for names in held] == [1, 1, 1, 1], "the second and third start failed"
 
 
 def test_an_engine_that_dies_is_started_again_and_nothing_is_lost(tmp_path: Path, engine: type[CountedEngine]) -> None:

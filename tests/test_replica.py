@@ -17,6 +17,7 @@ import pytest
 import rayhs
 from rayhs.codec import decode, header_length, parse_header, state_name
 from rayhs.config import parse_config
+from rayhs.engine import kv_transfer_config
 from rayhs.errors import EngineError, SampleError
 from rayhs.fake import NAN_TOKEN, REFUSED_TOKEN, FakeEngine, fake_states
 from rayhs.identity import dataset_record, identity_of
@@ -220,6 +221,17 @@ def test_no_shard_takes_more_staging_than_the_largest_is_said_to(
     for shard in job.dataset.plan.shard_ids():
         lengths = plan.rows(shard, ["num_tokens"])["num_tokens"].to_pylist()
         assert sum(job.sample_bytes(n + generated) for n in lengths) <= job.largest_shard_bytes
+
+
+def test_over_several_nodes_rank_0_stages_all(tmp_path: Path) -> None:
+    """The others' memory is not the replica's."""
+    one = make_job(tmp_path, [[1, 2]], engine={"tensor_parallel_size": 4, "distributed_executor": "mp"})
+    several = make_job(tmp_path, [[1, 2]], engine={"tensor_parallel_size": 4, "distributed_executor": "ray"})
+    assert (one.ranks, several.ranks) == (4, 1)
+    area = Replica(several)._make_area("engine0")
+    told = kv_transfer_config(area)["kv_connector_extra_config"]
+    assert told["parts"] == len(area.areas) == 1
+    assert area.areas[0].max_bytes == area.max_bytes == told["staging_bytes"]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

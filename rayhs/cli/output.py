@@ -70,7 +70,7 @@ def print_run(result: RunResult, out: TextIO) -> None:
         "tokens": f"{summary.tokens:,}",
         "tokens/s": f"{summary.tokens_per_second:,.0f}",
         "stored": f"{nbytes(summary.bytes)} in {summary.shards:,} shards",
-        **{f"  layer {k}": f"float8 error {e.mean:.2%}, {e.max:.2%} at most" for k, e in summary.errors.items()},
+        **_errors({layer: error.model_dump() for layer, error in summary.errors.items()}),
         "failed": f"{summary.failed:,}",
         "rejected": f"{summary.rejected:,}",
         **_reasons(summary.reasons),
@@ -136,7 +136,7 @@ def print_status(result: StatusReport) -> None:
         "failed": f"{result.failed:,}",
         "rejected": f"{result.rejected:,}",
         **_reasons(result.reasons),
-        **{f"  layer {k}": f"float8 error {e['mean']:.2%}, {e['max']:.2%} at most" for k, e in result.errors.items()},
+        **_errors(result.errors),
     }
     _print_pairs(rows)
 
@@ -226,6 +226,10 @@ def _short(value: Any) -> str:
         text = str(value)
     text = " ".join(text.split())
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _errors(errors: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    return {f"  layer {k}": f"float8 error {e['mean']:.2%}, {e['max']:.2%} at most" for k, e in errors.items()}
 
 
 def _reasons(reasons: Mapping[str, int]) -> dict[str, str]:
