@@ -110,6 +110,7 @@ def run_bench(
     on_progress: OnProgress,
     *,
     rounds: int = 1,
+    plain: bool = True,
     stock: bool = False,
 ) -> BenchReport:
     """Measure on the cluster of ``config``; what is stored goes beside its output and is removed again.
@@ -119,6 +120,7 @@ def run_bench(
     Args:
         workload: random prompts instead of those of the run file (None).
         rounds: how often each is measured, rayhs on an engine of its own each time.
+        plain: measure vLLM without extraction, which the ratios need.
         stock: measure vLLM's example connector too, into the staging file system.
 
     Raises:
@@ -141,8 +143,10 @@ def run_bench(
             bench.measure_ours()
         rates: dict[PeerKind, list[float]] = {"plain": [], "stock": []}
         if fake_shape(config.model) is None:
-            for kind in ("plain", "stock") if stock else ("plain",):
-                rates[kind] = bench.measure_peer(kind, rounds)
+            peers: tuple[tuple[PeerKind, bool], ...] = (("plain", plain), ("stock", stock))
+            for kind, wanted in peers:
+                if wanted:
+                    rates[kind] = bench.measure_peer(kind, rounds)
         return bench.report(rates)
 
 

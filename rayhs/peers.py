@@ -89,10 +89,10 @@ class Peer:
         for answer in answers:
             path = (answer.kv_transfer_params or {}).get("hidden_states_path")
             if path is not None:
-                _wait_until_whole(path)
+                wait_until_whole(path)
 
 
-def _wait_until_whole(path: str) -> None:
-    # The example connector holds a lock beside each file until it is written.
+def wait_until_whole(path: str) -> None:
+    """Return once the example connector has written this file: until then it holds a lock beside it."""
     with open(f"{path}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)

@@ -155,6 +155,7 @@ def bench(
     peer: Annotated[
         list[str] | None, typer.Option(metavar="stock", help="Measure vLLM's example connector too.")
     ] = None,
+    plain: Annotated[bool, typer.Option(help="Measure plain vLLM.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 1,
     json: Json = False,
 ) -> None:
@@ -174,7 +175,7 @@ def bench(
             raise ConfigError(f"--peer {peer}: the only other connector that can be measured is stock")
         workload = None if own_prompts else Workload(samples, *parse_lengths(lengths))
         with RunProgress() as progress, _terminable():
-            report = run_bench(config, workload, progress, rounds=rounds, stock=bool(peer))
+            report = run_bench(config, workload, progress, rounds=rounds, plain=plain, stock=bool(peer))
         if json:
             print_json(report.to_dict(), out)
         else:

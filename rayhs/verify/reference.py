@@ -82,6 +82,13 @@ def _limit(record: DatasetRecord) -> float:
     return EXACT_LIMIT if record.dtype == record.engine_dtype == "float32" else HALF_LIMIT
 
 
+def token_errors(stored: Array, reference: Array) -> Array:
+    """``||stored - reference|| / ||reference||`` of each token of `[tokens, hidden]`: float64 `[tokens]`."""
+    a, b = stored.astype(np.float64), reference.astype(np.float64)
+    errors: Array = np.linalg.norm(a - b, axis=-1) / np.maximum(np.linalg.norm(b, axis=-1), 1e-30)
+    return errors
+
+
 def relative_error(stored: Array, reference: Array) -> float:
     """``||stored - reference|| / ||reference||`` over all tokens, in float64."""
     a, b = stored.astype(np.float64), reference.astype(np.float64)
