@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "8b": ("qwen3-8b", [], ["--samples", "800", *MIXED]),
     "0.6b-tp2": ("qwen3-0.6b", [TP2], ["--samples", "4000", *MIXED]),
     "8b-tp2": ("qwen3-8b", [TP2], ["--samples", "1200", *MIXED]),
-    "0.6b-x2": ("qwen3-0.6b", ["cluster.replicas=2"], ["--samples", "6000", *MIXED]),
+    "0.6b-x2": ("qwen3-0.6b", ["cluster.replicas=2"], ["--samples", "4000", *MIXED]),
     "8b-x2": ("qwen3-8b", ["cluster.replicas=2"], ["--samples", "1600", *MIXED]),
     "long": ("qwen3-0.6b", ["engine.max_model_len=100352"], ["--samples", "20", "--lengths", "100000"]),
     "short": ("qwen3-0.6b", [], ["--samples", "20000", "--lengths", "32"]),
