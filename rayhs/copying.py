@@ -7,6 +7,7 @@ scratch memory is used, and hands a sample over only when it is whole.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -54,11 +55,12 @@ class StateCache:
         view = self.tensor[block_id]
         return view[:, :tokens] if self.block_axis == 2 else view[:tokens].transpose(0, 1)
 
-    def gather(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Copy whole blocks: `[layers, blocks * block_size, hidden]`."""
+    def gather(self, block_ids: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Copy the first ``tokens`` positions of these blocks: `[layers, tokens, hidden]`, contiguous."""
         blocks = self.tensor.index_select(0, block_ids)
-        layers_first = blocks.permute(2, 0, 1, 3) if self.block_axis == 1 else blocks.permute(1, 0, 2, 3)
-        return layers_first.reshape(len(self.layers), -1, self.hidden)
+        if self.block_axis == 1:
+            return blocks.flatten(0, 1)[:tokens].transpose(0, 1).contiguous()
+        return blocks.transpose(0, 1).flatten(1, 2)[:, :tokens].contiguous()
 
 
 class BlockCopier(Protocol):
@@ -66,7 +68,13 @@ class BlockCopier(Protocol):
 
     def staged_bytes(self, tokens: int) -> int: ...
 
-    def start(self, req_id: str, key: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None: ...
+    def start(self, req_id: str, key: str, token_ids: array[int], block_ids: Sequence[int]) -> None:
+        """``token_ids`` are 4 bytes each."""
+        ...
+
+    def forward_begins(self) -> None:
+        """Told before each forward: what has finished is in the cache once the work submitted until now is done."""
+        ...
 
     def poll(self) -> set[str]:
         """Requests whose blocks are read and may be freed."""
@@ -122,7 +130,7 @@ class StagedLayout:
 class StagedSample:
     """The staged file of one sample; ``parts`` are what `StagedLayout.encode` gives, in its memory."""
 
-    def __init__(self, layout: StagedLayout, area: StagingArea, key: str, token_ids: Sequence[int]) -> None:
+    def __init__(self, layout: StagedLayout, area: StagingArea, key: str, token_ids: array[int]) -> None:
         cache, tokens = layout.cache, len(token_ids)
         specs = staged_specs(cache.layers, cache.hidden, layout.dtype, tokens)
         header = build_header(specs, {"layers": ",".join(map(str, cache.layers)), "dtype": layout.dtype})
@@ -130,8 +138,7 @@ class StagedSample:
         memory = self.file.buffer
         memory[: len(header)] = header
         self.parts = layout.views(memory, len(header), tokens)
-        ids = torch.frombuffer(memory, dtype=torch.int32, count=tokens, offset=len(memory) - 4 * tokens)
-        ids.copy_(torch.tensor(token_ids, dtype=torch.int32))
+        memory[len(memory) - 4 * tokens :] = memoryview(token_ids).cast("B")
 
     @property
     def nbytes(self) -> int:
@@ -152,7 +159,7 @@ class HostCopier:
     def staged_bytes(self, tokens: int) -> int:
         return self._layout.at_most(tokens)
 
-    def start(self, req_id: str, key: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+    def start(self, req_id: str, key: str, token_ids: array[int], block_ids: Sequence[int]) -> None:
         cache = self._layout.cache
         with self._metrics.timed("cache to staging", len(token_ids) * cache.token_bytes):
             sample = StagedSample(self._layout, self._area, key, token_ids)
@@ -163,6 +170,9 @@ class HostCopier:
                     place.copy_(source)
             sample.file.publish()
         self._done.add(req_id)
+
+    def forward_begins(self) -> None:
+        return None
 
     def poll(self) -> set[str]:
         done, self._done = self._done, set()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from rayhs.log import logger
 from rayhs.metrics import Metrics
 from rayhs.staging import StagedSlot, StagingArea
 
-_PIECE_BYTES, _QUANTIZED_PIECE_BYTES = 16 * 2**20, 8 * 2**20
+_PIECE_BYTES, _QUANTIZED_PIECE_BYTES = 32 * 2**20, 16 * 2**20
 _WRITERS = 4
 
 
@@ -39,9 +40,9 @@ class _Transfer:
 class CudaCopier:
     """Gathers pieces on a stream of its own, and copies them to the host from there.
 
-    The forward's stream is never waited for: an event orders a copy after the forwards submitted so
-    far. GPU scratch is two pieces, as the stream works on one after the other; six smaller ones where it
-    quantizes. Blocks are free once the last piece has left the device.
+    The forward's stream is never waited for: an event orders a copy after the forwards that wrote what it
+    reads, and it runs beside the one submitted since. GPU scratch is two pieces, as the stream works on one
+    after the other; six smaller ones where it quantizes. Blocks are free once the last piece has left the device.
     """
 
     def __init__(self, layout: StagedLayout, area: StagingArea, pinned_bytes: int, metrics: Metrics) -> None:
@@ -50,6 +51,7 @@ class CudaCopier:
         piece = _QUANTIZED_PIECE_BYTES if layout.quantizes else _PIECE_BYTES
         self._piece_blocks = max(1, piece // (cache.token_bytes * cache.block_size))
         # Ahead of the forward's kernels, which would else hold the few small ones up.
+        self._written = torch.cuda.Event()
         self._stream = torch.cuda.Stream(device=cache.tensor.device, priority=-1)
         self._arena = _register(area)
         self._pinned = _PinnedWriters(layout, area, self._piece_blocks * cache.block_size, pinned_bytes, metrics)
@@ -59,10 +61,13 @@ class CudaCopier:
     def staged_bytes(self, tokens: int) -> int:
         return self._layout.at_most(tokens)
 
-    def start(self, req_id: str, key: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+    def start(self, req_id: str, key: str, token_ids: array[int], block_ids: Sequence[int]) -> None:
         sample = StagedSample(self._layout, self._area, key, token_ids)
         blocks = list(block_ids)[: -(-len(token_ids) // self._cache.block_size)]
         self._waiting.append(_Transfer(req_id, key, sample, blocks, len(token_ids)))
+
+    def forward_begins(self) -> None:
+        self._written.record()
 
     def poll(self) -> set[str]:
         self._submit()
@@ -91,9 +96,7 @@ class CudaCopier:
     def _submit(self, block: bool = False) -> None:
         if not self._waiting:
             return
-        ready = torch.cuda.Event()
-        ready.record()
-        self._stream.wait_event(ready)
+        self._stream.wait_event(self._written)
         while self._waiting:
             transfer = self._waiting[0]
             with torch.cuda.stream(self._stream):
@@ -117,7 +120,7 @@ class CudaCopier:
                 return False
             first, encoded = self._piece(transfer, ids)
             if pinned is None:
-                _copy_layers(encoded, transfer.sample.places(first, encoded[0].shape[1]))
+                _to_host(encoded, transfer.sample.places(first, encoded[0].shape[1]))
             else:
                 self._pinned.copy(self._stream, encoded, pinned, transfer, first)
             transfer.next_block += self._piece_blocks
@@ -129,7 +132,7 @@ class CudaCopier:
         """The first token and the gathered, encoded states of the next piece."""
         size, begin = self._cache.block_size, transfer.next_block
         tokens = min(self._piece_blocks * size, transfer.tokens - begin * size)
-        gathered = self._cache.gather(ids[begin : begin + self._piece_blocks])[:, :tokens]
+        gathered = self._cache.gather(ids[begin : begin + self._piece_blocks], tokens)
         return begin * size, self._layout.encode(gathered)
 
     def _count(self, transfer: _Transfer) -> None:
@@ -138,10 +141,11 @@ class CudaCopier:
         self._metrics.add("GPU to host", seconds, transfer.sample.nbytes)
 
 
-def _copy_layers(parts: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
-    # One at a time: a copy into host memory with gaps would go through a temporary, and block.
+def _to_host(parts: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
     for part, place in zip(parts, host, strict=True):
-        for source, target in zip(part, place, strict=True):
+        # Where it has gaps a layer at a time: all at once would go through a temporary, and block.
+        pairs = [(part, place)] if place.is_contiguous() else zip(part, place, strict=True)
+        for source, target in pairs:
             target.copy_(source, non_blocking=True)
 
 
@@ -197,7 +201,7 @@ class _PinnedWriters:
     ) -> None:
         """Copy a piece into a buffer taken, and from there into its sample."""
         tokens = encoded[0].shape[1]
-        _copy_layers(encoded, [part[:, :tokens] for part in pinned])
+        _to_host(encoded, [part[:, :tokens] for part in pinned])
         copied = torch.cuda.Event()
         copied.record(stream)
         places = transfer.sample.places(first, tokens)

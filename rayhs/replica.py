@@ -305,10 +305,16 @@ def _detach(results: Results, samples: Sequence[PlannedSample]) -> None:
 def planned_samples(rows: pa.Table) -> list[PlannedSample]:
     """The samples to extract, out of the rows of a shard (rejected rows are left out)."""
     kept = rows.filter(pc.equal(rows["status"], PLANNED)).combine_chunks()
-    samples = []
-    for index, sample_id, token_ids, loss_mask in zip(
-        kept["index"].to_pylist(), kept["sample_id"].to_pylist(), kept["token_ids"], kept["loss_mask"], strict=True
-    ):
-        mask = loss_mask.values.to_numpy() if loss_mask.is_valid else None
-        samples.append(PlannedSample(index, sample_id, token_ids.values.to_numpy(), mask))
-    return samples
+    ids = kept["index"].to_pylist(), kept["sample_id"].to_pylist()
+    rows_of_ids = zip(*ids, _lists(kept["token_ids"]), _lists(kept["loss_mask"]), strict=True)
+    return [PlannedSample(i, sample_id, tokens, mask) for i, sample_id, tokens, mask in rows_of_ids]
+
+
+def _lists(column: pa.ChunkedArray) -> list[Any]:
+    """The rows of a column of lists as numpy views of its values; None where a row is null."""
+    rows: list[Any] = []
+    for chunk in column.chunks:
+        values, offsets = chunk.values.to_numpy(), chunk.offsets.to_pylist()
+        valid = chunk.is_valid().to_pylist()
+        rows += [values[a:b] if there else None for a, b, there in zip(offsets, offsets[1:], valid, strict=False)]
+    return rows

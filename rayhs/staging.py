@@ -202,16 +202,21 @@ class StagingArea:
         Raises:
             SampleError: the writer handed over a failure; the message is its reason.
         """
+        # The usual one first, and each call to the system once: it gives up the GIL, which many threads want.
+        record = self.directory / (key + _SLOT)
+        try:
+            offset, nbytes = map(int, os.readlink(record).split())
+        except FileNotFoundError:
+            return self._take_file(key)
+        os.rename(record, self._held / record.name)
+        return self._mapping()[offset : offset + nbytes]
+
+    def _take_file(self, key: str) -> memoryview:
         failed = self.directory / (key + _FAILED)
         if failed.exists():
             reason = json.loads(failed.read_text())["reason"]
             failed.unlink()
             raise SampleError(str(reason))
-        record = self.directory / (key + _SLOT)
-        if record.is_symlink():
-            offset, nbytes = map(int, os.readlink(record).split())
-            os.rename(record, self._held / record.name)
-            return self._mapping()[offset : offset + nbytes]
         with self.path(key).open("rb") as file:
             memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         self.path(key).unlink()

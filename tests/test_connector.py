@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,7 +104,7 @@ def test_copies_follow_the_block_table(tmp_path: Path, block_axis: int) -> None:
     tensor = torch.randn(shape)
     area = StagingArea(tmp_path, 2**20)
     copier = HostCopier(StagedLayout(StateCache(tensor, block_axis, layers), quantizes=False), area, Metrics())
-    copier.start("request", "key", list(range(10)), [7, 3, 9])
+    copier.start("request", "key", array("i", range(10)), [7, 3, 9])
     assert copier.poll() == {"request"} and copier.poll() == set()
     got = safetensors.numpy.load_file(area.path("key"))
     assert got["token_ids"].tolist() == list(range(10))
@@ -127,7 +128,9 @@ def test_a_share_is_every_so_many_layers(block_axis: int) -> None:
         assert (share.layers, share.block_size, share.token_bytes) == (wanted, 4, len(wanted) * 32)
         assert torch.equal(share.block(1, 3), cache.block(1, 3)[rank::2])
         ids = torch.tensor([2, 0])
-        assert torch.equal(share.gather(ids), cache.gather(ids)[rank::2])
+        for tokens in (8, 7, 5):
+            got, blocks = share.gather(ids, tokens), torch.cat([share.block(2, 4), share.block(0, 4)], dim=1)
+            assert got.is_contiguous() and torch.equal(got, blocks[:, :tokens])
 
 
 @pytest.mark.parametrize("preallocate", [False, True])
@@ -141,7 +144,7 @@ def test_copies_in_float8(tmp_path: Path, preallocate: bool) -> None:
         area.preallocate()
     copier = HostCopier(StagedLayout(StateCache(tensor, 1, layers), quantizes=True), area, Metrics())
     assert copier.staged_bytes(10) < 2048
-    copier.start("request", "key", list(range(10)), [7, 3, 9])
+    copier.start("request", "key", array("i", range(10)), [7, 3, 9])
     planned = PlannedSample(0, "row-0", np.arange(10, dtype=np.int32), None)
     spec = ShardSpec(layers, hidden, "bfloat16", FP8, "safetensors", {})
     sample = read_staged([area.take("key")], planned, spec)

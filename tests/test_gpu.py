@@ -6,6 +6,7 @@ Run here on an H200 with vLLM 0.26 (offline): `python -m pytest -m gpu tests/tes
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,7 @@ pytestmark = [
 LONG = 4096
 # Against transformers float32 on an H200 the stock connector gave 0.0017 and 0.012, and on these weights ours
 # 0.0020 and under 0.02: the error of the engine's arithmetic. A wrong layer or token is off by 1 or more.
-TOLERANCE = {"float32": 3e-3, "bfloat16": 2e-2, "fp8": 8e-2}
-EXACT, EAGER, GRAPHS = ("float32", False, 1, "auto"), ("bfloat16", True, 1, "auto"), ("bfloat16", False, 1, "auto")
-TWO_RANKS, FP8_CACHE = ("bfloat16", False, 2, "auto"), ("bfloat16", True, 1, "fp8")
+TOLERANCE = {"float32": 3e-3, "bfloat16": 2e-2}
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +44,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[EXACT, EAGER, GRAPHS, TWO_RANKS, FP8_CACHE],
-    ids=["float32", "eager", "graphs", "two ranks", "fp8 cache"],
+    params=[("float32", False, 1), ("bfloat16", True, 1), ("bfloat16", False, 1), ("bfloat16", False, 2)],
+    ids=["float32", "eager", "graphs", "two ranks"],
 )
 def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[RunningEngine, Oracle, float]]:
-    dtype, eager, ranks, cache = request.param
+    dtype, eager, ranks = request.param
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     vllm = {"enforce_eager": eager, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.2}
-    vllm["kv_cache_dtype"] = cache
     # Eager vLLM overwrites layer 0 on a GPU; that is refused.
     layers = LAYERS[1:] if eager else LAYERS
     running = RunningEngine(model, layers, dtype=dtype, max_model_len=LONG, tensor_parallel_size=ranks, vllm=vllm)
-    yield running, Oracle(model), TOLERANCE[dtype if cache == "auto" else cache]
+    yield running, Oracle(model), TOLERANCE[dtype]
     running.stop()
 
 
@@ -77,9 +75,7 @@ def test_mixed_lengths_chunked(engine: tuple[RunningEngine, Oracle, float]) -> N
 
 def test_the_error_is_that_of_the_arithmetic(engine: tuple[RunningEngine, Oracle, float], model: Path) -> None:
     """No more than 1.2 times what transformers' own bfloat16 has, layer by layer; float32 is far below that."""
-    running, exact, tolerance = engine
-    if tolerance == TOLERANCE["fp8"]:
-        pytest.skip("transformers has no such cache to compare with")
+    running, exact, _ = engine
     own = Oracle(model, "bfloat16", "cuda")
     prompts = random_prompts([200, 700, 1500], seed=12)
     for prompt, got in zip(prompts, running.extract(prompts, "arithmetic"), strict=True):
@@ -107,9 +103,11 @@ def test_layer_0_without_torch_compile_is_refused(model: Path) -> None:
         RunningEngine(model, vllm={"enforce_eager": False, "compilation_config": {"mode": 0}})
 
 
-def test_the_bits_of_the_example_connector(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_the_bits_of_the_example_connector(model: Path, tmp_path: Path, cache: str) -> None:
     """One prompt at a time, so that both engines do the same arithmetic: ours adds no error to vLLM's own."""
     vllm = {"enforce_eager": True, "gpu_memory_utilization": 0.2, "enable_prefix_caching": False}
+    vllm["kv_cache_dtype"] = cache
     engine = {"dtype": "bfloat16", "max_model_len": LONG, "vllm": vllm}
     prompts, layers = random_prompts([1, 16, 333, 2000], seed=3), LAYERS[1:]
     running = RunningEngine(model, layers, **engine)
@@ -141,8 +139,12 @@ def _example_states(arguments: dict[str, Any], prompts: Sequence[list[int]], fol
     llm.llm_engine.engine_core.shutdown()
 
 
-def test_smollm2_with_its_real_weights() -> None:
-    """Massive activations and all: of no layer more than 1.2 times as far off as transformers' own bfloat16."""
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_smollm2_with_its_real_weights(cache: str) -> None:
+    """Massive activations and all: of no layer more than 1.2 times as far off as transformers' own bfloat16.
+
+    With keys and values in float8, which transformers can't do, a token is off by as much as rounding them gives.
+    """
     try:
         folder, texts = prepare_demo(cache_folder())
     except ConfigError as error:
@@ -153,7 +155,7 @@ def test_smollm2_with_its_real_weights() -> None:
     rows = [json.loads(line)["text"] for line in texts.read_text().splitlines()[:4]]
     prompts = [tokenizer(text)["input_ids"][:1000] for text in rows]
     exact, own = Oracle(folder), Oracle(folder, "bfloat16", "cuda")
-    vllm = {"max_num_batched_tokens": 512, "gpu_memory_utilization": 0.2}
+    vllm = {"max_num_batched_tokens": 512, "gpu_memory_utilization": 0.2, "kv_cache_dtype": cache}
     running = RunningEngine(folder, range(1, 31), dtype="bfloat16", max_model_len=LONG, vllm=vllm)
     results = running.extract(prompts)
     running.stop()
@@ -161,7 +163,8 @@ def test_smollm2_with_its_real_weights() -> None:
         want, rounded = exact.states(prompt), own.states(prompt)
         for layer, states in got.states.items():
             # A token at a time: the norm of a whole sample is that of its massive activations.
-            allowed = 1.2 * float(np.median(token_errors(rounded[layer], want[layer])))
+            own_error = float(np.median(token_errors(rounded[layer], want[layer])))
+            allowed = 1.2 * own_error if cache == "auto" else 0.1
             error = float(np.median(token_errors(states, want[layer])))
             assert error <= allowed, f"layer {layer}: {error:.2e} of {allowed:.2e} allowed"
 
@@ -190,8 +193,9 @@ def test_copies_in_pieces_into_the_arena_and_with_a_small_pool(
     copier = CudaCopier(StagedLayout(StateCache(tensor, block_axis, layers), quantizes), area, 1, Metrics())
     tables = {f"r{i}": torch.randperm(blocks - 1)[: 30 + 150 * i].add(1).tolist() for i in range(6)}
     tokens = {req: len(table) * block - 5 for req, table in tables.items()}
+    copier.forward_begins()
     for req, table in tables.items():
-        copier.start(req, req, list(range(tokens[req])), table)
+        copier.start(req, req, array("i", range(tokens[req])), table)
     done: set[str] = set()
     while len(done) < len(tables):
         done |= copier.poll()

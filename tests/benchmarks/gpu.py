@@ -1,6 +1,6 @@
 """`rayhs bench` on the shapes of Qwen3 with dummy weights: states into a folder in memory. Needs a GPU, no network.
 
-    python tests/benchmarks/gpu.py OUT [CASE...] [--tests] [--peer stock] [--rounds 3]
+    python tests/benchmarks/gpu.py OUT [CASE...] [--tests] [--peer stock] [--no-plain] [--rounds 3]
     python tests/benchmarks/gpu.py --table OUT/report.json
 
 Cases are the keys of CASES; without any, those that fit the GPUs there are. ``--tests`` runs tests/test_gpu.py
@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--rounds", default="1")
     parser.add_argument("--peer", choices=["stock"])
+    parser.add_argument("--no-plain", action="store_true")
     parser.add_argument("--tests", action="store_true")
     parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
@@ -190,6 +191,7 @@ def main() -> None:
     if unknown := set(chosen.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     extra = ["--rounds", chosen.rounds, *(["--peer", chosen.peer] if chosen.peer else [])]
+    extra += ["--no-plain"] if chosen.no_plain else []
     out: Path = chosen.out
     out.mkdir(parents=True, exist_ok=True)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
