@@ -20,7 +20,7 @@ from rayhs.log import logger
 from rayhs.metrics import Metrics
 from rayhs.staging import StagedSlot, StagingArea
 
-_PIECE_BYTES, _QUANTIZED_PIECE_BYTES = 32 * 2**20, 16 * 2**20
+_PIECE_BYTES = 32 * 2**20
 _WRITERS = 4
 
 
@@ -41,15 +41,17 @@ class CudaCopier:
     """Gathers pieces on a stream of its own, and copies them to the host from there.
 
     The forward's stream is never waited for: an event orders a copy after the forwards that wrote what it
-    reads, and it runs beside the one submitted since. GPU scratch is two pieces, as the stream works on one
-    after the other; six smaller ones where it quantizes. Blocks are free once the last piece has left the device.
+    reads, and it runs beside the one submitted since. GPU scratch is a piece, as the stream works on one after
+    the other. Blocks are free once the last piece has left the device.
     """
 
     def __init__(self, layout: StagedLayout, area: StagingArea, pinned_bytes: int, metrics: Metrics) -> None:
+        from rayhs.cuda_gather import gatherer  # beside a CPU build of torch there is no Triton
+
         cache = layout.cache
         self._layout, self._cache, self._area, self._metrics = layout, cache, area, metrics
-        piece = _QUANTIZED_PIECE_BYTES if layout.quantizes else _PIECE_BYTES
-        self._piece_blocks = max(1, piece // (cache.token_bytes * cache.block_size))
+        self._gather = gatherer(layout)
+        self._piece_blocks = max(1, _PIECE_BYTES // (cache.token_bytes * cache.block_size))
         # Ahead of the forward's kernels, which would else hold the few small ones up.
         self._written = torch.cuda.Event()
         self._stream = torch.cuda.Stream(device=cache.tensor.device, priority=-1)
@@ -129,11 +131,10 @@ class CudaCopier:
         return True
 
     def _piece(self, transfer: _Transfer, ids: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
-        """The first token and the gathered, encoded states of the next piece."""
+        """The first token and the encoded states of the next piece."""
         size, begin = self._cache.block_size, transfer.next_block
         tokens = min(self._piece_blocks * size, transfer.tokens - begin * size)
-        gathered = self._cache.gather(ids[begin : begin + self._piece_blocks], tokens)
-        return begin * size, self._layout.encode(gathered)
+        return begin * size, self._gather(ids[begin : begin + self._piece_blocks], tokens)
 
     def _count(self, transfer: _Transfer) -> None:
         assert transfer.begun is not None and transfer.ended is not None

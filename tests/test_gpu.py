@@ -106,8 +106,7 @@ def test_layer_0_without_torch_compile_is_refused(model: Path) -> None:
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_the_bits_of_the_example_connector(model: Path, tmp_path: Path, cache: str) -> None:
     """One prompt at a time, so that both engines do the same arithmetic: ours adds no error to vLLM's own."""
-    vllm = {"enforce_eager": True, "gpu_memory_utilization": 0.2, "enable_prefix_caching": False}
-    vllm["kv_cache_dtype"] = cache
+    vllm = {"enforce_eager": True, "gpu_memory_utilization": 0.2, "max_num_seqs": 8, "kv_cache_dtype": cache}
     engine = {"dtype": "bfloat16", "max_model_len": LONG, "vllm": vllm}
     prompts, layers = random_prompts([1, 16, 333, 2000], seed=3), LAYERS[1:]
     running = RunningEngine(model, layers, **engine)
@@ -131,7 +130,9 @@ def _example_states(arguments: dict[str, Any], prompts: Sequence[list[int]], fol
     transfer = {**connector, "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
     llm = LLM(**arguments, kv_transfer_config=transfer)
     for prompt in prompts:
-        answer = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1), use_tqdm=False)[0]
+        answer = llm.generate(
+            [{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
+        )[0]
         path = answer.kv_transfer_params["hidden_states_path"]
         wait_until_whole(path)
         stored = safetensors.torch.load_file(path)
@@ -182,7 +183,7 @@ def test_copies_in_pieces_into_the_arena_and_with_a_small_pool(
     from rayhs.metrics import Metrics
     from rayhs.staging import OwnedDirectory, StagingArea
 
-    layers, block, hidden, blocks = (0, 3, 5), 16, 1024, 2000
+    layers, block, hidden, blocks = (0, 3, 5), 16, 960, 2000
     shape = [blocks, 0, 0, hidden]
     shape[block_axis], shape[3 - block_axis] = block, len(layers)
     tensor = torch.randn(shape, device="cuda", dtype=torch.bfloat16)

@@ -208,10 +208,10 @@ def main() -> None:
     ray.init(address="local", include_dashboard=False, log_to_driver=False)  # one for all cases
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     for case in cases:
-        known = report["cases"].get(SAME_ENGINE.get(case), {})
-        report["cases"][case] = got = measure(folder, out, case, ["--no-plain"] if "plain" in known else extra)
-        if "plain" in known and "rayhs" in got:
-            got["plain"] = known["plain"]
+        plain = report["cases"].get(SAME_ENGINE.get(case), {}).get("plain")
+        report["cases"][case] = got = measure(folder, out, case, ["--no-plain"] if plain else extra)
+        if plain and "rayhs" in got:
+            got["plain"] = plain
             got["ratio"] = statistics.median(got["rayhs"]) / statistics.median(got["plain"])
         (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         print(case, json.dumps(report["cases"][case]), flush=True)
