@@ -86,7 +86,8 @@ class BlockCopier(Protocol):
 def quantize(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `rayhs.fp8.quantize` of `[layers, tokens, hidden]`, on its device; scales and errors `[layers, tokens]`."""
     scaled = states.to(torch.float32, copy=True)
-    scales = (torch.linalg.vector_norm(scaled, float("inf"), -1) / LARGEST).clamp_(min=float(LEAST_SCALE))
+    largest = torch.full((), LARGEST, device=states.device)  # by a plain number torch would not divide on a GPU
+    scales = (torch.linalg.vector_norm(scaled, float("inf"), -1) / largest).clamp_(min=float(LEAST_SCALE))
     scaled.div_(scales.unsqueeze(-1))
     norms = torch.linalg.vector_norm(scaled, 2, -1).clamp_(min=float(LEAST_SCALE))
     q = scaled.to(torch.float8_e4m3fn)

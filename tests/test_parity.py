@@ -53,7 +53,7 @@ class RunningEngine:
         settings = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "vllm": vllm, **engine}
         config = parse_config({"model": str(model), "prompts": "-", "output": "-", "engine": settings})
         self._loop = asyncio.new_event_loop()
-        self.engine = VllmEngine(config, "float32", layers, self.area)
+        self.engine = VllmEngine(config, settings["dtype"], layers, self.area)
         self._loop.run_until_complete(self.engine.start())
 
     def extract(self, prompts: Sequence[Sequence[int]], prefix: str = "s") -> list[Got]:
