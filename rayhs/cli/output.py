@@ -174,10 +174,12 @@ def print_verify(report: VerifyReport, out: TextIO | None = None) -> None:
     if not report.ok:
         rows["repair"] = "rayhs extract RUN.yaml --repair makes what is damaged anew, and only that"
     if report.reference is not None:
+        limits = f"{report.reference.limit:.0e} and {report.reference.token_limit}"
         rows["reference"] = f"{report.reference.model}, {len(report.reference.samples)} samples"
         for layer, error in report.reference.errors.items():
             mark = "over" if layer in report.reference.over_limit else "within"
-            rows[f"  layer {layer}"] = f"relative error {error:.2e}, {mark} the limit {report.reference.limit:.0e}"
+            worst = f"worst token {report.reference.worst[layer]:.2e}"
+            rows[f"  layer {layer}"] = f"relative error {error:.2e}, {worst}: {mark} the limits {limits}"
     _print_pairs(rows, file)
 
 

@@ -133,8 +133,9 @@ class _Verification:
             for layer in compared.over_limit:
                 self._found.add(
                     "hidden states",
-                    f"layer {layer} differs from {reference} by {compared.errors[layer]:.2e} "
-                    f"(relative; limit {compared.limit:.0e})",
+                    f"layer {layer} differs from {reference}: a token is off by {compared.errors[layer]:.2e} of itself "
+                    f"(limit {compared.limit:.0e}), the worst by {compared.worst[layer]:.2e} "
+                    f"(limit {compared.token_limit})",
                 )
         return self._report(self._orphans(), compared)
 

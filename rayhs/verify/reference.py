@@ -18,32 +18,44 @@ from rayhs.store import Store
 if TYPE_CHECKING:
     import torch
 
-EXACT_LIMIT = 1e-4
-HALF_LIMIT = 2e-2
+# Averages over a sample's tokens. transformers' own bfloat16 is off by 1.9e-2 after SmolLM2's 30 layers, and vLLM's
+# float32 by 2e-3 on a GPU, where attention is computed in TF32. Another layer or token is off by 1.
+EXACT_LIMIT = 5e-3
+HALF_LIMIT = 5e-2
+TOKEN_LIMIT = 0.5  # of any one token; massive activations beside it cost 0.25 in transformers' own bfloat16
 # Rounding alone is 2.6e-2 on average, and 1/17 where every value lies half way over a power of two.
 FP8_LIMIT = 1 / 17 + HALF_LIMIT
 
 
 @dataclass(frozen=True)
 class ReferenceReport:
-    """Largest ``||stored - reference|| / ||reference||`` a layer over the samples compared."""
+    """How far stored states are off, ``||stored - reference|| / ||reference||`` of a token, by layer.
+
+    ``errors`` are averages over the tokens of a sample, of the worst of the samples compared; ``worst`` those of the
+    worst token. One at a time, as the norm of a whole sample is that of its few tokens with massive activations
+    (https://arxiv.org/abs/2402.17762).
+    """
 
     model: str
     samples: tuple[str, ...]
     errors: dict[int, float]
+    worst: dict[int, float]
     limit: float
+    token_limit: float = TOKEN_LIMIT
 
     @property
     def over_limit(self) -> list[int]:
         # Written so that a NaN counts as over the limit.
-        return [layer for layer, error in self.errors.items() if not error <= self.limit]
+        return [k for k, e in self.errors.items() if not (e <= self.limit and self.worst[k] <= self.token_limit)]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "model": self.model,
             "samples": list(self.samples),
             "limit": self.limit,
+            "token_limit": self.token_limit,
             "relative_error": {str(layer): error for layer, error in self.errors.items()},
+            "worst_token_error": {str(layer): error for layer, error in self.worst.items()},
         }
 
 
@@ -53,8 +65,8 @@ def compare_with_reference(
     """Compare the stored states of the samples of index ``rows`` with ``model``, one sample at a time.
 
     Layer ids below ``n`` are compared with transformers' ``hidden_states``, id ``n`` with the input
-    of the final norm. The limit is 1e-4 where engine and storage are float32, else 2e-2, and 1/17 more
-    where storage is float8_e4m3fn.
+    of the final norm. The limit is 5e-3 where engine and storage are float32, else 5e-2, and 1/17 more
+    where storage is float8_e4m3fn; no token may be off by more than 0.5.
 
     Raises:
         ConfigError: no good sample, a model that can't be loaded, or one of another size.
@@ -64,16 +76,17 @@ def compare_with_reference(
         raise ConfigError("--reference: the dataset has no good sample to compare")
     network, norm = _load(record, model)
     reader = ShardReader(store, record, record.layers)
-    errors = dict.fromkeys(record.layers, 0.0)
+    errors, worst = dict.fromkeys(record.layers, 0.0), dict.fromkeys(record.layers, 0.0)
     for row in rows:
         stored = reader.read(row["shard"], row["index"], row["token_start"], row["num_tokens"])
         expected = _states(network, norm, stored.token_ids, record)
         for layer, states in stored.engine_states(record.engine_dtype).items():
-            errors[layer] = float(np.fmax(errors[layer], relative_error(states, expected[layer])))
-            if not np.isfinite(states.astype(np.float32)).all():
-                errors[layer] = float("inf")
+            off = token_errors(states, expected[layer])
+            # Where either is NaN, so is the result.
+            errors[layer] = float(np.maximum(errors[layer], off.mean()))
+            worst[layer] = float(np.maximum(worst[layer], off.max()))
     names = tuple(str(row["sample_id"]) for row in rows)
-    return ReferenceReport(model, names, errors, _limit(record))
+    return ReferenceReport(model, names, errors, worst, _limit(record))
 
 
 def _limit(record: DatasetRecord) -> float:
@@ -87,12 +100,6 @@ def token_errors(stored: Array, reference: Array) -> Array:
     a, b = stored.astype(np.float64), reference.astype(np.float64)
     errors: Array = np.linalg.norm(a - b, axis=-1) / np.maximum(np.linalg.norm(b, axis=-1), 1e-30)
     return errors
-
-
-def relative_error(stored: Array, reference: Array) -> float:
-    """``||stored - reference|| / ||reference||`` over all tokens, in float64."""
-    a, b = stored.astype(np.float64), reference.astype(np.float64)
-    return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-30))
 
 
 def final_norm(network: torch.nn.Module) -> torch.nn.Module:
