@@ -17,7 +17,8 @@ from rayhs.model import ModelInfo
 from rayhs.parts import fractions, shares
 from rayhs.shards import ShardSpec
 
-_STAGED_SHARDS = 8  # some in the engine, some on their way to the store
+_STAGED_SHARDS = 16  # a few in the engine, so that it never runs dry, and the rest on their way to the store
+_FEW_STAGED_SHARDS = 4
 _SHM_SHARE = 0.8
 
 # Of dataset.json, in every object's metadata: one that strays, or a damaged dataset.json, is noticed.
@@ -94,7 +95,7 @@ class Job:
 
     @property
     def wanted_staging_bytes(self) -> int:
-        """``staging.max_bytes``, or room for eight of the largest shards."""
+        """``staging.max_bytes``, or room for sixteen of the largest shards."""
         return int(self.config.staging.max_bytes or max(self.largest_shard_bytes * _STAGED_SHARDS, 64 * 2**20))
 
     @property
@@ -153,6 +154,6 @@ def staging_bytes(job: Job, per_node: int = 1) -> int:
             f"staging needs {job.largest_shard_bytes} bytes for the largest shard, {limit} are to be had in {root}; "
             "raise staging.max_bytes, give more memory to it, or lower shards.target_bytes"
         )
-    if limit < job.wanted_staging_bytes:
+    if limit < min(job.wanted_staging_bytes, _FEW_STAGED_SHARDS * job.largest_shard_bytes):
         logger.warning("%s has room for %d bytes of staging, %d are wanted", root, limit, job.wanted_staging_bytes)
     return limit

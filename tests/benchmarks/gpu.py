@@ -4,9 +4,10 @@
     python tests/benchmarks/gpu.py --table OUT/report.json
 
 Cases are the keys of CASES; without any, those that fit the GPUs there are. ``--tests`` runs tests/test_gpu.py
-first. OUT/report.json has the machine, the versions, the date, what the tests said and every case, and is
-written anew after each; a case's own output is OUT/<case>.log. ``--table`` prints a report as Markdown. On a bare
-host byte-compile vLLM first (`python -m compileall -q -j 16 FOLDER`): else every engine's first start does it.
+first. OUT/report.json has the machine, the versions, the date, what the tests said and every case. It is written
+anew after each case, and keeps what an earlier call found on such a machine: all of them take more than ten minutes.
+A case's own output is OUT/<case>.log. ``--table`` prints a report as Markdown. On a bare host byte-compile vLLM
+first (`python -m compileall -q -j 16 FOLDER`): else every engine's first start does it.
 """
 
 from __future__ import annotations
@@ -195,29 +196,42 @@ def main() -> None:
     out: Path = chosen.out
     out.mkdir(parents=True, exist_ok=True)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    here = machine()
-    cases = chosen.cases or [case for case in CASES if gpus_of(case) <= len(here["gpus"])]
-    report: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": here,
-        "versions": versions(),
-        "tests": run_tests(out) if chosen.tests else None,
-        "cases": {},
-    }
+    report = begun(out)
+    if chosen.tests:
+        report["tests"] = run_tests(out)
+    count = len(report["machine"]["gpus"])
+    run_cases(report, chosen.cases or [case for case in CASES if gpus_of(case) <= count], out, extra)
+    print(table(report))
+
+
+def begun(out: Path) -> dict[str, Any]:
+    """A report without cases, or that of an earlier call on such a machine."""
+    report = {"machine": machine(), "versions": versions(), "tests": None, "cases": {}}
+    path = out / "report.json"
+    if path.exists():
+        before = json.loads(path.read_text())
+        if (before["machine"]["gpus"], before["versions"]) != (report["machine"]["gpus"], report["versions"]):
+            sys.exit(f"{path} is of other GPUs or versions; give another folder")
+        report |= {"tests": before["tests"], "cases": before["cases"]}
+    return report
+
+
+def run_cases(report: dict[str, Any], cases: list[str], out: Path, extra: list[str]) -> None:
     folder = Path(tempfile.mkdtemp())
     ray.init(address="local", include_dashboard=False, log_to_driver=False)  # one for all cases
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    plain: dict[str, list[float]] = {}
     for case in cases:
-        plain = report["cases"].get(SAME_ENGINE.get(case), {}).get("plain")
-        report["cases"][case] = got = measure(folder, out, case, ["--no-plain"] if plain else extra)
-        if plain and "rayhs" in got:
-            got["plain"] = plain
-            got["ratio"] = statistics.median(got["rayhs"]) / statistics.median(got["plain"])
+        same = plain.get(SAME_ENGINE.get(case, case))
+        got = measure(folder, out, case, ["--no-plain"] if same else extra)
+        if same and "rayhs" in got:
+            got |= {"plain": same, "ratio": statistics.median(got["rayhs"]) / statistics.median(same)}
+        plain[case] = got.get("plain", [])
+        report["cases"][case] = {"date": time.strftime("%Y-%m-%d"), **got}
         (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-        print(case, json.dumps(report["cases"][case]), flush=True)
+        print(case, json.dumps(got), flush=True)
     ray.shutdown()
     shutil.rmtree(folder)
-    print(table(report))
 
 
 if __name__ == "__main__":
