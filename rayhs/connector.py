@@ -107,12 +107,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._parts: StagedParts | None = None
         if parts := int(extra("parts", 0)):
             self._parts = StagedParts(directory, max_bytes, self._layers, parts)
-        dtype = extra("dtype", None)
-        if dtype not in (None, FP8):
-            raise EngineError(
-                f"kv_connector_extra_config: dtype {dtype!r} is not {FP8}; leave it out for the model's own"
-            )
-        self._quantizes = dtype == FP8
+        self._quantizes = _quantizes(extra("dtype", None))
         self._pinned_bytes = int(extra("pinned_bytes", DEFAULT_PINNED_BYTES))
         self._metrics = Metrics()
         self._measures = bool(extra("metrics", False))
@@ -283,6 +278,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         layout: str | None = ExampleHiddenStatesConnector.get_required_kvcache_layout(vllm_config)
         return layout
+
+
+def _quantizes(dtype: object) -> bool:
+    if dtype not in (None, FP8):
+        raise EngineError(f"kv_connector_extra_config: dtype {dtype!r} is not {FP8}; leave it out for the model's own")
+    return dtype == FP8
 
 
 def _refuse_overwritten_embeddings(vllm_config: Any, layers: list[int]) -> None:

@@ -23,6 +23,7 @@ import safetensors.numpy
 
 from rayhs.codec import FP8
 from rayhs.copying import HostCopier, StagedLayout, StateCache
+from rayhs.errors import EngineError
 from rayhs.fp8 import quantize
 from rayhs.metrics import Metrics
 from rayhs.parts import shares
@@ -57,7 +58,6 @@ def config_with(method: str = "extract_hidden_states", pipeline: int = 1) -> Any
 
 def test_the_cache_group_is_the_one_that_holds_the_hidden_states() -> None:
     from rayhs.connector import _state_group
-    from rayhs.errors import EngineError
 
     def group(names: list[str], block_size: int) -> Any:
         return SimpleNamespace(layer_names=names, kv_cache_spec=SimpleNamespace(block_size=block_size))
@@ -76,7 +76,6 @@ def test_the_axis_is_read_from_the_installed_vllm_and_the_tensor_must_agree(laye
     import torch
 
     from rayhs.connector import _block_axis
-    from rayhs.errors import EngineError
 
     axis = _block_axis_of_installed()
     shape = [5, layers, layers, 8]
@@ -153,6 +152,15 @@ def test_copies_in_float8(tmp_path: Path, preallocate: bool) -> None:
         assert np.array_equal(sample.states[layer].view(np.uint8), want[0].view(np.uint8))
         assert np.array_equal(sample.scales[layer], want[1])
         assert np.allclose(sample.errors[layer], want[2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bfloat16", 8])
+def test_a_dtype_that_samples_are_not_staged_in_is_refused(dtype: object) -> None:
+    from rayhs.connector import _quantizes
+
+    assert _quantizes(FP8) and not _quantizes(None)
+    with pytest.raises(EngineError, match=f"dtype {dtype!r} is not {FP8}"):
+        _quantizes(dtype)
 
 
 def test_a_step_that_vllm_runs_without_the_drafter_is_noticed() -> None:

@@ -221,6 +221,33 @@ def test_copies_in_pieces_into_the_arena_and_with_a_small_pool(
     owned.remove()
 
 
+def test_a_copy_waits_for_the_forward_that_wrote_it_and_for_no_later_one() -> None:
+    from rayhs.copying import StagedLayout, StateCache
+    from rayhs.cuda_copying import CudaCopier
+    from rayhs.metrics import Metrics
+    from rayhs.staging import OwnedDirectory, StagingArea
+
+    states = torch.randn(32, 16, 2, 256, device="cuda", dtype=torch.bfloat16)
+    cache = torch.zeros_like(states)
+    owned = OwnedDirectory("/dev/shm")
+    area = StagingArea(owned.path / "engine", 2**24)
+    area.preallocate()
+    copier = CudaCopier(StagedLayout(StateCache(cache, 1, (3, 7)), quantizes=False), area, 2**20, Metrics())
+    torch.cuda._sleep(10**9)  # cycles: half a second in which the states are not there yet
+    cache.copy_(states)
+    copier.forward_begins()
+    torch.cuda._sleep(10**10)
+    copier.start("request", "key", array("i", range(500)), list(range(32)))
+    while not copier.poll():
+        pass
+    assert not torch.cuda.current_stream().query()  # the later forward still runs
+    got = safetensors.torch.load(bytes(area.take("key")))
+    want = states.flatten(0, 1)[:500].cpu()
+    assert torch.equal(got["hidden_states.3"], want[:, 0]) and torch.equal(got["hidden_states.7"], want[:, 1])
+    copier.close()
+    owned.remove()
+
+
 @pytest.mark.ray
 def test_the_whole_run(model: Path, tmp_path: Path) -> None:
     prompts = random_prompts(np.random.default_rng(2).integers(1, 900, 300).tolist(), seed=4)
