@@ -186,6 +186,7 @@ class VllmEngine:
 
     async def extract(self, key: str, token_ids: Sequence[int]) -> None:
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -197,7 +198,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"kv_transfer_params": transfer},
         )
-        prompt = {"prompt_token_ids": list(token_ids)}
+        prompt = tokens_input(list(token_ids))  # as vLLM itself would have made it of them, in a thread
         try:
             answers = [answer async for answer in self._llm.generate(prompt, sampling, request_id=key)]
         except EngineDeadError as error:
