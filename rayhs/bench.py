@@ -37,15 +37,27 @@ from rayhs.versions import installed_versions
 
 OnProgress = Callable[[Progress], None]
 _SEED = 20
+_LENGTHS = (512, 3584)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts of random token ids, their lengths uniform over ``shortest..longest``."""
+    """Prompts of random token ids, their lengths uniform over ``shortest..longest``.
+
+    Without lengths: 512 to 3584 tokens, or what the engine takes.
+    """
 
     samples: int
-    shortest: int
-    longest: int
+    shortest: int = 0
+    longest: int = 0
+
+    def fitting(self, longest: int) -> Workload:
+        """This one, with lengths; raises ConfigError for some over ``longest``."""
+        if not self.longest:
+            return Workload(self.samples, min(_LENGTHS[0], longest), min(_LENGTHS[1], longest))
+        if self.longest > longest:
+            raise ConfigError(f"--lengths: {self.longest} tokens are over the engine's {longest}")
+        return self
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
         """The same for the same workload and vocabulary."""
@@ -74,6 +86,7 @@ class BenchReport:
     model: str
     device: str
     layers: tuple[int, ...]
+    engine_dtype: str
     dtype: str
     tensor_parallel_size: int
     replicas: int
@@ -151,9 +164,7 @@ def run_bench(
 
 
 def _with_prompts(config: RunConfig, model: ModelInfo, workload: Workload) -> RunConfig:
-    longest = max_prompt_tokens(config, model)
-    if workload.longest > longest:
-        raise ConfigError(f"--lengths: {workload.longest} tokens are over the engine's {longest}")
+    workload = workload.fitting(max_prompt_tokens(config, model))
     vocabulary = REFUSED_TOKEN if fake_shape(config.model) else model.vocab_size
     rows = [{"token_ids": prompt} for prompt in workload.prompts(vocabulary)]
     prompts = {"rows": rows, "token_ids": "token_ids"}
@@ -170,6 +181,7 @@ class _Bench:
         self._record: DatasetRecord | None = None
         self._tallies: list[Tally] = []
         self._device = ""
+        self._is_fake = fake_shape(config.model) is not None
 
     def measure_ours(self) -> None:
         output = f"{self._config.output.rstrip('/')}-bench-{secrets.token_hex(4)}"
@@ -238,6 +250,7 @@ class _Bench:
             model=record.model,
             device=self._device or device(),
             layers=tuple(record.layers),
+            engine_dtype=record.engine_dtype,
             dtype=record.dtype,
             tensor_parallel_size=self._config.engine.tensor_parallel_size,
             replicas=self._plan.replicas[0],
@@ -251,7 +264,7 @@ class _Bench:
             stock_ratio=_ratio(rates["stock"], rates["plain"]),
             seconds=seconds,
             stages=tuple(Stage(name, *total) for name, total in sorted(totals.items())),
-            bottleneck=bottleneck(ratio, seconds, totals),
+            bottleneck=bottleneck(ratio, seconds, totals, "the fake engine" if self._is_fake else "vLLM"),
             versions=installed_versions(),
         )
 
@@ -274,7 +287,7 @@ def _ratio(rates: Sequence[float], plain: Sequence[float]) -> float | None:
     return statistics.median(rates) / statistics.median(plain) if rates and plain else None
 
 
-def bottleneck(ratio: float | None, seconds: float, totals: Totals) -> str:
+def bottleneck(ratio: float | None, seconds: float, totals: Totals, engine: str = "vLLM") -> str:
     """One sentence: what the run's speed hangs on.
 
     Args:
@@ -302,4 +315,4 @@ def bottleneck(ratio: float | None, seconds: float, totals: Totals) -> str:
         )
     if share("step") > 0.1:
         return f"the connector: it took {share('step'):.0%} of the time of vLLM's worker loop"
-    return "vLLM: no stage behind it was waited for; what is lost goes into its own second cache"
+    return f"{engine}: no stage behind it was waited for"

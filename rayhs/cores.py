@@ -33,10 +33,11 @@ class CoreClaim:
             self.cores.append(core)
             self._locks.append(lock)
         if len(self.cores) < count:
-            free = len(self.cores)
+            free, there = len(self.cores), len(os.sched_getaffinity(0))
             self.release()
             raise EngineError(
-                f"{count} CPU cores wanted for a replica, {free} are free; lower cluster.cpus_per_replica"
+                f"{count} CPU cores wanted for a replica, {free} of {there} are free and the rest other engines' of "
+                "this host; wait for those to end, or lower cluster.cpus_per_replica"
             )
 
     def bind(self, ranks: int) -> None:

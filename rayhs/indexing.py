@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from rayhs.layout import CommitRecord, LayerError, Plan, ShardId, index_name
+from rayhs.layout import ErrorTotals, LayerError, Plan, ShardId, index_name
 from rayhs.reading.catalog import read_commits
 from rayhs.reading.index_table import index_rows
 from rayhs.reading.plan_reader import PlanReader
@@ -34,7 +34,6 @@ class Totals:
     reasons: Counter[str] = field(default_factory=Counter)
     index_checksums: list[str] = field(default_factory=list)
     errors: dict[str, LayerError] = field(default_factory=dict)
-    error_tokens: int = 0
 
 
 def write_index(store: Store, plan: Plan) -> Totals:
@@ -44,7 +43,8 @@ def write_index(store: Store, plan: Plan) -> Totals:
         FormatError: a commit record and the plan disagree about the samples of a shard.
         ObjectNotFound: a commit record is gone.
     """
-    totals = Totals()
+    errors = ErrorTotals()
+    totals = Totals(errors=errors.errors)
     samples = PlanReader(store, plan)
     for number, file in enumerate(plan.files):
         shards = [ShardId(number, group) for group in range(len(file.shard_tokens))]
@@ -52,7 +52,7 @@ def write_index(store: Store, plan: Plan) -> Totals:
         for shard, commit in zip(shards, read_commits(store, shards), strict=True):
             parts.append(index_rows(samples.rows(shard, _COLUMNS), commit))
             totals.bytes += commit.object_bytes
-            _add_errors(totals, commit)
+            errors.add(commit.errors, sum(commit.good_tokens))
         table = pa.concat_tables(parts)
         sink = io.BytesIO()
         pq.write_table(table, sink, write_page_checksum=True)
@@ -60,15 +60,6 @@ def write_index(store: Store, plan: Plan) -> Totals:
         totals.index_checksums.append(xxhash.xxh3_128(sink.getvalue()).hexdigest())
         _count(totals, table)
     return totals
-
-
-def _add_errors(totals: Totals, commit: CommitRecord) -> None:
-    tokens = sum(commit.good_tokens)
-    totals.error_tokens += tokens
-    for layer, error in commit.errors.items():
-        before = totals.errors.get(layer, error)
-        mean = before.mean + (error.mean - before.mean) * tokens / totals.error_tokens
-        totals.errors[layer] = LayerError(mean=mean, max=max(before.max, error.max))
 
 
 def _count(totals: Totals, table: pa.Table) -> None:

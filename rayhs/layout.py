@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -256,6 +257,21 @@ class CommitRecord(Record):
     @property
     def good_tokens(self) -> list[int]:
         return [n for n, s in zip(self.num_tokens, self.status, strict=True) if s == "ok"]
+
+
+class ErrorTotals:
+    """The `LayerError` of many shards together."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, LayerError] = {}
+        self._tokens = 0
+
+    def add(self, errors: Mapping[str, LayerError], tokens: int) -> None:
+        self._tokens += tokens
+        for layer, error in errors.items():
+            before = self.errors.get(layer, error)
+            mean = before.mean + (error.mean - before.mean) * tokens / self._tokens
+            self.errors[layer] = LayerError(mean=mean, max=max(before.max, error.max))
 
 
 class Summary(Record):

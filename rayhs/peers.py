@@ -34,6 +34,7 @@ class Peer:
     def __init__(self, job: PeerJob, plan: ReplicaPlan) -> None:
         self._job = job
         self._cores = CoreClaim(0)
+        self._owned: OwnedDirectory | None = None
         self._engine_cores = plan.engine_cores
 
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -41,7 +42,8 @@ class Peer:
         if self._engine_cores:
             self._cores = CoreClaim(self._engine_cores)
             self._cores.bind(self._job.config.engine.tensor_parallel_size)
-        self._owned = OwnedDirectory(self._job.config.staging.path)
+        if self._job.kind == "stock":
+            self._owned = OwnedDirectory(self._job.config.staging.path)
         prepare_vllm()
         from vllm import LLM
 
@@ -61,18 +63,20 @@ class Peer:
     def clear(self) -> None:
         """Forget the prompts and files of a round."""
         self._llm.reset_prefix_cache()
-        for path in self._owned.path.glob("*.safetensors*"):
-            path.unlink()
+        if self._owned is not None:
+            for path in self._owned.path.glob("*.safetensors*"):
+                path.unlink()
 
     def stop(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
-        self._owned.remove()
+        if self._owned is not None:
+            self._owned.remove()
         self._cores.release()
 
     def _arguments(self) -> dict[str, Any]:
         job = self._job
         arguments = plain_arguments(job.config, engine_dtype(job.config, job.model))
-        if job.kind == "plain":
+        if self._owned is None:
             return arguments
         transfer = {
             "kv_connector": "ExampleHiddenStatesConnector",

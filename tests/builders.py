@@ -16,7 +16,7 @@ import xxhash
 
 from rayhs import codec, layout, parquet_codec
 from rayhs.fp8 import quantize
-from rayhs.layout import CommitRecord, DatasetRecord, Plan, SamplesFile, ShardId, Summary
+from rayhs.layout import CommitRecord, DatasetRecord, LayerError, Plan, SamplesFile, ShardId, Summary
 from rayhs.record import seal
 
 LAYERS = (0, 2, 4)
@@ -143,10 +143,16 @@ class Builder:
             status=["ok" if r in good else "failed" for r in rows],
             reason=[r.reason for r in rows],
             checksum=[self.checksum(r) if r in good else None for r in rows],
+            errors=self.errors if good else {},
         )
         if good:
             self.put(name, data)
         self.put(layout.commit_name(shard), commit.to_bytes())
+
+    @property
+    def errors(self) -> dict[str, LayerError]:
+        layers = self.layers if self.dtype == codec.FP8 else ()
+        return {str(k): LayerError(mean=0.02, max=0.03) for k in layers}
 
     def encode(self, good: Sequence[Row]) -> bytes:
         record = self.record
@@ -236,6 +242,7 @@ class Builder:
             seconds=2.0,
             tokens_per_second=10.0,
             reasons={reason: reasons.count(reason) for reason in reasons},
+            errors=self.errors,
             index_checksums=[
                 xxhash.xxh3_128((self.folder / layout.index_name(f)).read_bytes()).hexdigest()
                 for f in range(len(self.rows))

@@ -52,6 +52,7 @@ def test_the_prompts_of_the_run_file(tmp_path: Path) -> None:
     out = io.StringIO()
     print_bench(report, out)
     assert "1, 1 tokens" in out.getvalue() and report.bottleneck in out.getvalue()
+    assert report.bottleneck.startswith("the fake engine") and "stored as" not in out.getvalue()
 
 
 @pytest.mark.ray
@@ -76,6 +77,8 @@ def test_beside_plain_vllm(tmp_path: Path) -> None:
         (["--lengths", "x"], "--lengths x: write two lengths"),
         (["--lengths", "1:200000"], "200000 tokens are over the engine's"),
         (["--peer", "mine"], "the only other connector"),
+        (["--own-prompts", "--samples", "3"], "--own-prompts takes all prompts"),
+        (["--own-prompts", "--lengths", "3"], "--own-prompts takes all prompts"),
         (["--peer", "stock"], "needs a GPU"),
     ],
 )
@@ -83,6 +86,14 @@ def test_what_can_not_be_measured_is_refused_before_ray(tmp_path: Path, argument
     result = CliRunner().invoke(app, ["bench", str(run_file(tmp_path, "fake/4x64")), *arguments])
     assert result.exit_code == 2
     assert told in result.stderr.splitlines()[-1] and "Traceback" not in result.stderr
+
+
+def test_lengths_that_are_not_given_fit_the_engine() -> None:
+    assert Workload(9).fitting(100_000) == Workload(9, 512, 3584)
+    assert Workload(9).fitting(511) == Workload(9, 511, 511)
+    assert Workload(9).fitting(2000) == Workload(9, 512, 2000)
+    with pytest.raises(ConfigError, match="600 tokens are over the engine's 511"):
+        Workload(9, 5, 600).fitting(511)
 
 
 def test_lengths() -> None:

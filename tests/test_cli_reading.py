@@ -174,17 +174,20 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert debug.returncode == EXIT_FAILED and "Traceback" in debug.stderr
 
 
-def test_interrupted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "told"), [("extract", "interrupted; run the same command again to go on"), ("bench", "interrupted")]
+)
+def test_interrupted(tmp_path: Path, command: str, told: str) -> None:
     pipe = tmp_path / "run.yaml"
     os.mkfifo(pipe)
-    command = [sys.executable, "-m", "rayhs", "extract", str(pipe)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "."})
+    line = [sys.executable, "-m", "rayhs", command, str(pipe)]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "."})
     with pipe.open("w"):  # opens once the command has opened it to read
         time.sleep(1)  # Python misses a signal that comes just before a call that blocks
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=90)
     assert process.returncode == EXIT_INTERRUPTED
-    assert errors == "rayhs: interrupted; run the same command again to go on\n"
+    assert errors == f"rayhs: {told}\n"
 
 
 def test_version() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -11,8 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hn
 
+from rayhs import layout
 from rayhs.codec import FP8, STATE_DTYPES
 from rayhs.fp8 import LARGEST, dequantize, quantize
+from tests.builders import Builder
+from tests.test_verify import FIRST, check, problems
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 STATES = hn.arrays(np.float32, hn.array_shapes(min_dims=2, max_dims=2, max_side=9), elements=FLOATS)
@@ -82,3 +86,18 @@ def test_values_come_back_in_the_engine_s_dtype(dtype: str) -> None:
 def test_the_largest_number_is_that_of_the_dtype() -> None:
     limits: Any = ml_dtypes.finfo(ml_dtypes.float8_e4m3fn)
     assert float(limits.max) == LARGEST
+
+
+def test_the_errors_of_float8_are_those_of_every_layer(tmp_path: Path) -> None:
+    built = Builder(tmp_path, dtype="float8_e4m3fn").write()
+    assert check(built).ok
+    commit = layout.commit_name(FIRST)
+    for errors in ({}, {"2": {"mean": 0.1, "max": 0.2}}):
+        built.edit_record(commit, lambda c, errors=errors: c.update(errors=errors))  # type: ignore[misc]
+        assert ["it has the errors of layers" in problem for problem in problems(check(built), commit)] == [True]
+    built.write_shard(FIRST)
+    built.edit_record(layout.SUMMARY, lambda s: s["errors"]["2"].update(max=0.5))
+    assert problems(check(built), "summary.json") == {"errors are not those of the commit records": ()}
+    plain = Builder(tmp_path / "plain", dtype="float32").write()
+    plain.edit_record(commit, lambda c: c.update(errors={"2": {"mean": 0.1, "max": 0.2}}))
+    assert not check(plain).ok

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayhs import layout
+from rayhs.cli.output import print_verify
 from rayhs.dataset import open_dataset
 from rayhs.errors import EXIT_DAMAGE, EXIT_OK, ObjectNotFound
 from rayhs.layout import ShardId
@@ -254,7 +256,16 @@ def test_an_unfinished_dataset_is_one_finding_if_the_rest_is_sound(tmp_path: Pat
     report = check(built)
     assert [f.object for f in report.findings] == ["summary.json"]
     assert "4 of 5 shards are committed; run rayhs extract again" in report.findings[0].problem
-    assert report.shards == 4
+    assert report.shards == 4 and not report.finished
+    assert "finishes it" in printed(report) and "--repair" not in printed(report)
+    (tmp_path / object_of(built)).unlink()
+    assert "--repair" in printed(check(built))
+
+
+def printed(report: VerifyReport) -> str:
+    out = io.StringIO()
+    print_verify(report, out)
+    return out.getvalue()
 
 
 def test_nothing_there(tmp_path: Path) -> None:

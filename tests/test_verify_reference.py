@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 from rayhs.codec import STATE_DTYPES
 from rayhs.errors import ConfigError
 from rayhs.fp8 import quantize
+from rayhs.layout import DatasetRecord
+from rayhs.store import Store
 from rayhs.verify import verify
-from rayhs.verify.reference import final_norm, token_errors
+from rayhs.verify.reference import ReferenceReport, final_norm, token_errors
 from tests.builders import Builder
 from tests.test_verify import FIRST, FORMATS, check
 
@@ -118,12 +121,37 @@ def test_the_final_norm_is_found_in_other_families(tmp_path: Path) -> None:
         final_norm(torch.nn.Linear(2, 2))
 
 
-def test_a_reference_that_does_not_fit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", range(1, 15))
+def test_as_many_samples_as_asked_are_compared(tmp_path: Path, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all there are at most, from the first on, spread evenly."""
+    compared: list[list[str]] = []
+
+    def compare(store: Store, record: DatasetRecord, rows: Sequence[Mapping[str, Any]], model: str) -> ReferenceReport:
+        compared.append([row["sample_id"] for row in rows])
+        return ReferenceReport(model, (), {}, {}, 1.0)
+
+    monkeypatch.setattr("rayhs.verify.compare_with_reference", compare)
+    monkeypatch.setattr("rayhs.verify.refuse_unlike", lambda record, model: None)
+    built = Builder(tmp_path).write()
+    good = [row.sample_id for row in built.good()]
+    check(built, reference="any", samples=asked)
+    assert len(compared[0]) == len(set(compared[0])) == min(asked, len(good)) and compared[0][0] == good[0]
+    places = [good.index(name) for name in compared[0]]
+    gaps = np.diff([*places, len(good)])
+    assert gaps.max() - gaps.min() <= 1
+
+
+def test_a_reference_that_does_not_fit_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.models import save_tiny_model
 
     built = Builder(tmp_path / "data").write()
-    with pytest.raises(ConfigError, match="--reference /no/such/model"):
+    monkeypatch.setattr("rayhs.verify.check_shard", None)
+    with pytest.raises(ConfigError, match="--reference /no/such/model: no such folder"):
         verify(str(built.folder), reference="/no/such/model")
+    with pytest.raises(ConfigError, match="--reference fake/4x8: the fake engine"):
+        verify(str(built.folder), reference="fake/4x8")
     model = save_tiny_model("llama", tmp_path / "model")
     with pytest.raises(ConfigError, match="6 layers of 64, the dataset is of 4 layers of 8"):
         verify(str(built.folder), reference=str(model))

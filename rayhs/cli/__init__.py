@@ -44,7 +44,8 @@ class _Group(TyperGroup):
             typer.echo(f"rayhs: {error}", err=True)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            typer.echo("rayhs: interrupted; run the same command again to go on", err=True)
+            goes_on = ctx.invoked_subcommand in ("extract", "plan", "demo")
+            typer.echo("rayhs: interrupted" + "; run the same command again to go on" * goes_on, err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
@@ -149,8 +150,11 @@ def _terminable() -> Iterator[None]:
 def bench(
     run: RunFile,
     override: Override = None,
-    samples: Annotated[int, typer.Option(min=1, help="How many random prompts.")] = 512,
-    lengths: Annotated[str, typer.Option(metavar="MIN:MAX", help="Their lengths in tokens.")] = "512:3584",
+    samples: Annotated[int | None, typer.Option(min=1, help="How many random prompts.", show_default="512")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="MIN:MAX", help="Their lengths in tokens.", show_default="512:3584, or what fits"),
+    ] = None,
     own_prompts: Annotated[bool, typer.Option("--own-prompts", help="All prompts of the run file instead.")] = False,
     peer: Annotated[
         list[str] | None, typer.Option(metavar="stock", help="Measure vLLM's example connector too.")
@@ -173,7 +177,9 @@ def bench(
 
         if any(name != "stock" for name in peer or ()):
             raise ConfigError(f"--peer {peer}: the only other connector that can be measured is stock")
-        workload = None if own_prompts else Workload(samples, *parse_lengths(lengths))
+        if own_prompts and (samples or lengths):
+            raise ConfigError("--own-prompts takes all prompts of the run file; leave --samples and --lengths out")
+        workload = None if own_prompts else Workload(samples or 512, *(parse_lengths(lengths) if lengths else ()))
         with RunProgress() as progress, _terminable():
             report = run_bench(config, workload, progress, rounds=rounds, plain=plain, stock=bool(peer))
         if json:
@@ -233,9 +239,10 @@ def failures(
     from rayhs import report
     from rayhs.cli.output import print_failures, print_json
 
-    rows = report.failures(_open(uri, endpoint, region, profile))
+    store = _open(uri, endpoint, region, profile)
+    rows = report.failures(store)
     if json:
-        print_json({"uri": uri, "failures": list(rows)})
+        print_json({"uri": store.uri, "failures": list(rows)})
     else:
         print_failures(rows)
 

@@ -101,7 +101,8 @@ def print_bench(report: BenchReport, out: TextIO) -> None:
     ratio = "" if report.ratio is None else f"   {report.ratio:.3f} of plain"
     stock = "" if report.stock_ratio is None else f"   {report.stock_ratio:.3f} of plain"
     rows = {
-        "model": f"{report.model}, {report.dtype}, layers {', '.join(map(str, report.layers))}",
+        "model": f"{report.model}, {report.engine_dtype}, layers {', '.join(map(str, report.layers))}",
+        "stored as": report.dtype if report.dtype != report.engine_dtype else "",
         "on": f"{report.replicas} x {report.tensor_parallel_size} {report.device}",
         "prompts": f"{report.samples:,}, {report.tokens:,} tokens, {nbytes(report.state_bytes)} of states",
         "plain vLLM": _rates(report.plain),
@@ -132,7 +133,7 @@ def print_status(result: StatusReport) -> None:
         "stored as": f"{result.dtype}, {result.shard_format}",
         "shards": f"{result.committed_shards:,} of {result.shards:,} committed, {nbytes(result.bytes)}",
         "samples": f"{result.ok:,} of {result.samples:,}; {result.remaining:,} to go",
-        "tokens": f"{result.tokens:,} of {result.planned_tokens:,}",
+        "tokens": f"{result.tokens:,} stored, {result.planned_tokens:,} planned",
         "failed": f"{result.failed:,}",
         "rejected": f"{result.rejected:,}",
         **_reasons(result.reasons),
@@ -169,12 +170,16 @@ def print_verify(report: VerifyReport, out: TextIO | None = None) -> None:
     }
     if report.orphans:
         rows["orphans"] = (
-            f"{report.orphans:,} objects, {nbytes(report.orphan_bytes)} of attempts that lost; rayhs gc removes them"
+            f"{report.orphans:,} objects, {nbytes(report.orphan_bytes)}, in no commit record; rayhs gc removes those "
+            "of attempts that lost"
         )
-    if not report.ok:
+    others = len(report.findings) - len(report.reference.over_limit if report.reference else []) - (not report.finished)
+    if others:
         rows["repair"] = "rayhs extract RUN.yaml --repair makes what is damaged anew, and only that"
+    elif not report.finished:
+        rows["next"] = "rayhs extract RUN.yaml finishes it"
     if report.reference is not None:
-        limits = f"{report.reference.limit:.0e} and {report.reference.token_limit}"
+        limits = f"{report.reference.limit:.2g} and {report.reference.token_limit}"
         rows["reference"] = f"{report.reference.model}, {len(report.reference.samples)} samples"
         for layer, error in report.reference.errors.items():
             mark = "over" if layer in report.reference.over_limit else "within"

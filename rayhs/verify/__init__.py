@@ -15,14 +15,14 @@ import pyarrow.compute as pc
 from rayhs import layout
 from rayhs.config import StorageConfig
 from rayhs.errors import EXIT_DAMAGE, EXIT_OK, FormatError, ObjectNotFound
-from rayhs.layout import DatasetRecord, ShardId, Summary
+from rayhs.layout import DatasetRecord, ErrorTotals, ShardId, Summary
 from rayhs.reading.catalog import committed_shards, read_dataset_record, read_summary
 from rayhs.reading.index_table import read_index_file
 from rayhs.reading.plan_reader import PlanReader
 from rayhs.store import Store, open_store
 from rayhs.verify.findings import Finding, Findings
 from rayhs.verify.index import index_problems
-from rayhs.verify.reference import ReferenceReport, compare_with_reference
+from rayhs.verify.reference import ReferenceReport, compare_with_reference, refuse_unlike
 from rayhs.verify.shard import ShardCheck, check_shard
 from rayhs.verify.states import differs_from_checksum
 
@@ -33,6 +33,8 @@ OnProgress = Callable[[int, int, int], None]  # shards done, shards in all, byte
 @dataclass(frozen=True)
 class VerifyReport:
     """What was checked and what is wrong; ``findings`` is empty for a sound, finished dataset.
+
+    ``finished``: there is a summary, damaged or not.
 
     ``tokens`` and ``bytes`` count stored states and shard objects; ``orphans`` are objects of
     attempts that lost or broke off: not part of the dataset, and no damage.
@@ -50,6 +52,7 @@ class VerifyReport:
     orphan_bytes: int
     seconds: float
     reference: ReferenceReport | None = None
+    finished: bool = True
 
     @property
     def ok(self) -> bool:
@@ -103,6 +106,7 @@ class _Verification:
         self._on_progress = on_progress
         self._found = Findings()
         self._referenced: set[str] = set()
+        self._errors = ErrorTotals()
         self._totals = {"shards": 0, "samples": 0, "ok": 0, "failed": 0, "rejected": 0, "tokens": 0, "bytes": 0}
         self._started = time.monotonic()
 
@@ -110,6 +114,8 @@ class _Verification:
         record = self._dataset_record()
         if record is None:
             return self._report((0, 0), None)
+        if reference is not None:
+            refuse_unlike(record, reference)  # before hours of reading
         finished, summary = self._summary()
         committed = set(committed_shards(self._store))
         planned = record.plan.shard_ids()
@@ -137,7 +143,7 @@ class _Verification:
                     f"(limit {compared.limit:.0e}), the worst by {compared.worst[layer]:.2e} "
                     f"(limit {compared.token_limit})",
                 )
-        return self._report(self._orphans(), compared)
+        return self._report(self._orphans(), compared, finished)
 
     def _dataset_record(self) -> DatasetRecord | None:
         try:
@@ -203,6 +209,7 @@ class _Verification:
             self._found.extend(check.findings)
             if check.object is not None:
                 self._referenced.add(check.object)
+            self._errors.add(check.errors, check.tokens)
             counts = {"shards": 1, "ok": check.ok, "failed": check.failed, "rejected": check.rejected}
             counts |= {"samples": check.ok + check.failed + check.rejected}
             counts |= {"tokens": check.tokens, "bytes": check.bytes}
@@ -239,12 +246,15 @@ class _Verification:
         for key in ("samples", "ok", "failed", "rejected", "tokens", "shards", "bytes"):
             if said[key] != self._totals[key]:
                 self._found.add(layout.SUMMARY, f"{key} is {said[key]}, the dataset has {self._totals[key]}")
+        if summary.errors != self._errors.errors:
+            self._found.add(layout.SUMMARY, "errors are not those of the commit records")
 
     def _reference_rows(self, record: DatasetRecord, count: int) -> list[dict[str, Any]]:
         """Index rows of ``count`` good samples, spread evenly over the dataset."""
         rows: list[dict[str, Any]] = []
         total, seen = self._totals["ok"], 0
-        wanted = iter(sorted({i * total // max(1, count) for i in range(min(count, total))}))
+        count = min(count, total)
+        wanted = iter([i * total // count for i in range(count)])
         target = next(wanted, None)
         for file in range(len(record.plan.files)):
             if target is None:
@@ -265,7 +275,9 @@ class _Verification:
         sizes = [size for name, size in objects if layout.shard_of_object(name) is not None]
         return len(sizes), sum(sizes)
 
-    def _report(self, orphans: tuple[int, int], reference: ReferenceReport | None) -> VerifyReport:
+    def _report(
+        self, orphans: tuple[int, int], reference: ReferenceReport | None, finished: bool = True
+    ) -> VerifyReport:
         return VerifyReport(
             uri=self._store.uri,
             findings=tuple(self._found),
@@ -279,6 +291,7 @@ class _Verification:
             orphan_bytes=orphans[1],
             seconds=time.monotonic() - self._started,
             reference=reference,
+            finished=finished,
         )
 
 

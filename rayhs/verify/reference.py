@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rayhs.codec import FP8, Array
-from rayhs.errors import ConfigError
+from rayhs.config import fake_shape
+from rayhs.errors import ConfigError, one_line
 from rayhs.layout import DatasetRecord
 from rayhs.reading.shard_reader import ShardReader
 from rayhs.store import Store
@@ -69,7 +71,7 @@ def compare_with_reference(
     where storage is float8_e4m3fn; no token may be off by more than 0.5.
 
     Raises:
-        ConfigError: no good sample, a model that can't be loaded, or one of another size.
+        ConfigError: no good sample, or a model that can't be loaded.
         FormatError, StoreError: a sample can't be read.
     """
     if not rows:
@@ -122,6 +124,35 @@ def final_norm(network: torch.nn.Module) -> torch.nn.Module:
     return norms[-1]
 
 
+def refuse_unlike(record: DatasetRecord, model: str) -> None:
+    """Look at the model's config alone.
+
+    Raises:
+        ConfigError: it can't be read, or is that of a model of another size.
+    """
+    from transformers import AutoConfig
+
+    if fake_shape(model):
+        raise ConfigError(f"--reference {model}: the fake engine is no transformers model")
+    if model.startswith(("/", ".", "~")) and not os.path.isdir(model):
+        raise ConfigError(f"--reference {model}: no such folder")
+    try:
+        config = AutoConfig.from_pretrained(model, revision=_revision(record, model), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--reference {model}: {one_line(error, 200)}") from None
+    config = config.get_text_config()
+    size = (config.num_hidden_layers, config.hidden_size)
+    if size != (record.num_layers, record.hidden_size):
+        raise ConfigError(
+            f"--reference {model}: {size[0]} layers of {size[1]}, "
+            f"the dataset is of {record.num_layers} layers of {record.hidden_size}"
+        )
+
+
+def _revision(record: DatasetRecord, model: str) -> str | None:
+    return record.revision if model == record.model else None
+
+
 def _load(record: DatasetRecord, model: str) -> tuple[Any, torch.nn.Module]:
     import torch
     from safetensors import SafetensorError
@@ -129,21 +160,13 @@ def _load(record: DatasetRecord, model: str) -> tuple[Any, torch.nn.Module]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    revision = record.revision if model == record.model else None
     try:
         # Left out, trust_remote_code makes transformers ask on the terminal.
         network = AutoModelForCausalLM.from_pretrained(
-            model, revision=revision, dtype=torch.float32, trust_remote_code=False
+            model, revision=_revision(record, model), dtype=torch.float32, trust_remote_code=False
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"--reference {model}: {' '.join(str(error).split())[:200]}") from None
-    config = network.config.get_text_config()
-    size = (config.num_hidden_layers, config.hidden_size)
-    if size != (record.num_layers, record.hidden_size):
-        raise ConfigError(
-            f"--reference {model}: {size[0]} layers of {size[1]}, "
-            f"the dataset is of {record.num_layers} layers of {record.hidden_size}"
-        )
+        raise ConfigError(f"--reference {model}: {one_line(error, 200)}") from None
     network = network.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     return network, final_norm(network)
 

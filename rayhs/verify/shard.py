@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from rayhs import codec, fp8, layout
 from rayhs.codec import Array, StoredTensor, state_name
 from rayhs.errors import FormatError, ObjectNotFound
-from rayhs.layout import CommitRecord, DatasetRecord, ShardId
+from rayhs.layout import CommitRecord, DatasetRecord, LayerError, ShardId
 from rayhs.reading.catalog import read_commit
 from rayhs.reading.index_table import index_rows
 from rayhs.reading.plan_reader import PlanReader
@@ -36,6 +36,7 @@ class ShardCheck:
     ok: int = 0
     tokens: int = 0
     bytes: int = 0
+    errors: Mapping[str, LayerError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,12 @@ def check_shard(store: Store, record: DatasetRecord, plan: PlanReader, shard: Sh
         return check
     _count(check, commit, check.index)
     if commit is not None and commit.object is not None:
-        check.object = commit.object
+        check.object, check.errors = commit.object, commit.errors
+        quantized = [str(layer) for layer in record.layers] if record.dtype == codec.FP8 else []
+        if sorted(commit.errors) != sorted(quantized):
+            found.add(
+                layout.commit_name(shard), f"it has the errors of layers {sorted(commit.errors)}, not {quantized}"
+            )
         _check_object(store, record, commit, rows, found)
     check.findings = list(found)
     return check
