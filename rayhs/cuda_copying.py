@@ -42,7 +42,7 @@ class CudaCopier:
 
     The forward's stream is never waited for: an event orders a copy after the forwards that wrote what it
     reads, and it runs beside the one submitted since. GPU scratch is a piece, as the stream works on one after
-    the other. Blocks are free once the last piece has left the device.
+    the other (and some ten where a GPU without float8 quantizes). Blocks are free once the last piece has left the device.
     """
 
     def __init__(self, layout: StagedLayout, area: StagingArea, pinned_bytes: int, metrics: Metrics) -> None:
@@ -52,8 +52,8 @@ class CudaCopier:
         self._layout, self._cache, self._area, self._metrics = layout, cache, area, metrics
         self._gather = gatherer(layout)
         self._piece_blocks = max(1, _PIECE_BYTES // (cache.token_bytes * cache.block_size))
-        # Ahead of the forward's kernels, which would else hold the few small ones up.
         self._written = torch.cuda.Event()
+        # Ahead of the forward's kernels, which would else hold the few small ones up.
         self._stream = torch.cuda.Stream(device=cache.tensor.device, priority=-1)
         self._arena = _register(area)
         self._pinned = _PinnedWriters(layout, area, self._piece_blocks * cache.block_size, pinned_bytes, metrics)
