@@ -42,7 +42,8 @@ class CudaCopier:
 
     The forward's stream is never waited for: an event orders a copy after the forwards that wrote what it
     reads, and it runs beside the one submitted since. GPU scratch is a piece, as the stream works on one after
-    the other (and some ten where a GPU without float8 quantizes). Blocks are free once the last piece has left the device.
+    the other (and some ten where a GPU without float8 quantizes). Blocks are free once the last piece has left the
+    device.
     """
 
     def __init__(self, layout: StagedLayout, area: StagingArea, pinned_bytes: int, metrics: Metrics) -> None:
