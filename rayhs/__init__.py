@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Dataset", "RayhsError", "Sample", "__version__", "extract", "open"]
+__all__ = ["Dataset", "RayhsError", "Sample", "__version__", "extract", "open", "pad_collate"]
 
 if TYPE_CHECKING:
     from rayhs.dataset import Dataset, Sample
     from rayhs.dataset import open_dataset as open
     from rayhs.errors import RayhsError
     from rayhs.pipeline import extract
+    from rayhs.views.torch import pad_collate
 
 _HOMES = {
     "Dataset": ("rayhs.dataset", "Dataset"),
@@ -23,6 +24,7 @@ _HOMES = {
     "RayhsError": ("rayhs.errors", "RayhsError"),
     "open": ("rayhs.dataset", "open_dataset"),
     "extract": ("rayhs.pipeline", "extract"),
+    "pad_collate": ("rayhs.views.torch", "pad_collate"),
 }
 
 

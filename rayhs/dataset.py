@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,9 @@ from rayhs.reading.plan_reader import PlanReader
 from rayhs.reading.sample import LayerStates, Sample
 from rayhs.reading.shard_reader import ShardReader
 from rayhs.store import Store, open_store
+
+if TYPE_CHECKING:
+    from rayhs.views.torch import Select, TorchView
 
 __all__ = ["Dataset", "Sample", "open_dataset"]
 
@@ -123,6 +126,16 @@ class Dataset:
             SampleError: the sample failed or was rejected; the message has its id and reason.
             FormatError, StoreError: its shard is damaged or can't be read.
         """
+        return self.read(position)
+
+    def read(self, position: int, start: int = 0, stop: int | None = None) -> Sample:
+        """As ``dataset[position]``, with the tokens ``start`` to ``stop`` (default the last) and their states only.
+
+        Of a safetensors shard no other bytes are read.
+
+        Raises:
+            IndexError: no such position, or no tokens there; and as ``dataset[position]``.
+        """
         if not -len(self) <= position < len(self):
             raise IndexError(f"sample {position} of a dataset of {len(self)} samples")
         row = self._row(position % len(self))
@@ -130,7 +143,11 @@ class Dataset:
             what = "failed" if row["status"] == "failed" else "was rejected"
             why = row["reason"] or "no reason recorded"
             raise SampleError(f"sample {row['sample_id']} (position {position}) {what}: {why}")
-        stored = self._shards.read(row["shard"], row["index"], row["token_start"], row["num_tokens"])
+        tokens = row["num_tokens"]
+        end = tokens if stop is None else stop
+        if not 0 <= start < end <= tokens:
+            raise IndexError(f"tokens {start} to {end} of sample {row['sample_id']}, which has {tokens}")
+        stored = self._shards.read(row["shard"], row["index"], row["token_start"], tokens, start, end)
         return Sample(
             sample_id=row["sample_id"],
             index=row["index"],
@@ -187,6 +204,32 @@ class Dataset:
                 yield pending.popleft().result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+    def torch(
+        self, layers: int | Sequence[int] | None = None, *, window: int | None = None, select: Select = "all"
+    ) -> TorchView:
+        """The good samples as a map-style `torch.utils.data.Dataset`, for a DataLoader; needs torch.
+
+        Its items are dictionaries: ``hidden_states`` `[tokens, layers, hidden]` in the stored dtype (float8 ones
+        dequantised), or `[tokens, hidden]` of one layer given as a number; ``token_ids`` int64, ``loss_mask`` bool
+        and ``position_ids`` int64, each `[tokens]`; ``sample_id`` and ``index``. Items are of unlike lengths:
+        batch them with ``collate_fn=rayhs.pad_collate``.
+
+        Args:
+            layers: which to read; default those of this dataset.
+            window: cut samples into items of so many tokens, the last of a sample shorter. Only their bytes are
+                read (of a Parquet shard, those of the whole sample).
+            select: ``loss`` keeps the tokens that the loss counts, possibly none of an item; ``last`` reads the
+                last token of each sample.
+
+        Raises:
+            ConfigError: a layer that is not stored, or other arguments out of range.
+        """
+        from rayhs.views.torch import TorchView
+
+        single = isinstance(layers, int)
+        wanted = self if layers is None else self.with_layers([layers] if isinstance(layers, int) else layers)
+        return TorchView(wanted, single, window, select)
 
     def with_layers(self, layers: Sequence[int]) -> Dataset:
         """The same dataset, reading only ``layers``; raises ConfigError for one that is not stored."""

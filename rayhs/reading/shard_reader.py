@@ -33,6 +33,17 @@ class StoredSample:
     states: Mapping[int, Array]
     scales: Mapping[int, Array]
 
+    @property
+    def lengths(self) -> set[int]:
+        """Of all arrays; of a sound sample there is one."""
+        return {len(a) for a in (*self.states.values(), *self.scales.values(), self.token_ids, self.loss_mask)}
+
+    def tokens(self, first: int, stop: int) -> StoredSample:
+        """Some of the tokens, as views."""
+        some = slice(first, stop)
+        states, scales = ({k: array[some] for k, array in part.items()} for part in (self.states, self.scales))
+        return StoredSample(self.token_ids[some], self.loss_mask[some], states, scales)
+
     def engine_states(self, dtype: str) -> dict[int, Array]:
         """States by layer as they are stored; those of float8_e4m3fn in ``dtype``, the engine's."""
         return {k: fp8.dequantize(s, self.scales[k], dtype) if self.scales else s for k, s in self.states.items()}
@@ -72,31 +83,32 @@ class ShardReader:
         self._scale_names = codec.scale_names(layers, record.dtype)
         self._shards: LruCache[str, Shard] = LruCache(_HEADERS)
 
-    def read(self, name: str, index: int, token_start: int, num_tokens: int) -> StoredSample:
+    def read(
+        self, name: str, index: int, token_start: int, num_tokens: int, first: int = 0, stop: int | None = None
+    ) -> StoredSample:
         """Sample ``index``, which the dataset's index puts at ``token_start`` of object ``name``.
+
+        ``first`` and ``stop`` are those of the tokens wanted, within the sample.
 
         Raises:
             ObjectNotFound, StoreError: the object is missing or can't be read.
             FormatError: it is damaged, or holds another sample at this place.
         """
         shard = self._shards.get(name, lambda: open_shard(self._store, self._record, name))
+        end = num_tokens if stop is None else stop
         try:
             if isinstance(shard, TensorShard):
-                sample = self._read_tensors(name, shard, index, (token_start, num_tokens))
+                if shard.places.get(index) != (token_start, num_tokens):
+                    end_row = token_start + num_tokens - 1
+                    raise FormatError(f"sample {index} is not at rows {token_start}..{end_row}")
+                sample = self._read_tensors(name, shard, token_start + first, end - first)
             else:
-                sample = self._read_row(name, shard, index)
+                sample = self._read_row(name, shard, index, num_tokens).tokens(first, end)
         except FormatError as error:
             raise FormatError(f"{name}: {error}; run rayhs verify {self._store.uri}") from None
-        arrays = (*sample.states.values(), *sample.scales.values(), sample.token_ids, sample.loss_mask)
-        lengths = {len(array) for array in arrays}
-        if lengths != {num_tokens}:
-            raise FormatError(f"{name}: sample {index} has {sorted(lengths)} tokens, the index says {num_tokens}")
         return sample
 
-    def _read_tensors(self, name: str, shard: TensorShard, index: int, place: tuple[int, int]) -> StoredSample:
-        if shard.places.get(index) != place:
-            raise FormatError(f"sample {index} is not at rows {place[0]}..{sum(place) - 1}")
-        start, count = place
+    def _read_tensors(self, name: str, shard: TensorShard, start: int, count: int) -> StoredSample:
         names = (*map(state_name, self._layers), *self._scale_names, "token_ids", "loss_mask")
         wanted = [shard.tensors[n] for n in names]
         data = self._store.get_ranges(name, [codec_range(tensor, start, count) for tensor in wanted])
@@ -112,7 +124,7 @@ class ShardReader:
             dict(zip(self._layers, scales, strict=False)),
         )
 
-    def _read_row(self, name: str, shard: ParquetShard, index: int) -> StoredSample:
+    def _read_row(self, name: str, shard: ParquetShard, index: int, num_tokens: int) -> StoredSample:
         if index not in shard.places:
             raise FormatError(f"sample {index} is not in it")
         columns = ("index", "token_ids", "loss_mask", *map(state_name, self._layers), *self._scale_names)
@@ -123,12 +135,15 @@ class ShardReader:
         if row["index"][0].as_py() != index:
             raise FormatError(f"row group {group} is not sample {index}")
         hidden, dtype = self._record.hidden_size, self._record.dtype
-        return self._sample(
+        sample = self._sample(
             parquet_codec.decode_list(row["token_ids"], np.int32),
             parquet_codec.decode_list(row["loss_mask"], np.uint8),
             [parquet_codec.decode_states(row[state_name(k)], hidden, dtype) for k in self._layers],
             [parquet_codec.decode_list(row[name], np.float32) for name in self._scale_names],
         )
+        if sample.lengths != {num_tokens}:
+            raise FormatError(f"sample {index} has {sorted(sample.lengths)} tokens, the index says {num_tokens}")
+        return sample
 
 
 def codec_range(tensor: StoredTensor, row: int, rows: int) -> tuple[int, int]:

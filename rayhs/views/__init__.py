@@ -1,0 +1,1 @@
+"""A dataset as other libraries like it; each module imports its library, so they are imported when asked for."""

@@ -1,0 +1,111 @@
+"""A dataset as a map-style `torch.utils.data.Dataset`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from rayhs.errors import ConfigError
+from rayhs.reading.sample import Sample
+
+Select = Literal["all", "loss", "last"]
+Item = dict[str, Any]
+
+_READERS = 8
+
+
+class Readable(Protocol):
+    """What is read: a `rayhs.Dataset` of the layers wanted."""
+
+    layers: tuple[int, ...]
+
+    @property
+    def index(self) -> pa.Table: ...
+
+    def read(self, position: int, start: int = 0, stop: int | None = None) -> Sample: ...
+
+
+class TorchView(torch.utils.data.Dataset[Item]):
+    """The good samples, or windows of them, as dictionaries of tensors; see `rayhs.Dataset.torch`.
+
+    Picklable, so that it goes to DataLoader workers by fork or spawn (a dataset on S3 by spawn). It has
+    ``__getitems__``, by which a DataLoader reads the samples of a batch at once.
+    """
+
+    def __init__(self, dataset: Readable, squeeze: bool, window: int | None, select: Select) -> None:
+        if select not in ("all", "loss", "last"):
+            raise ConfigError(f"select={select!r} is not all, loss or last")
+        if window is not None and (window < 1 or select == "last"):
+            raise ConfigError("window: give at least 1 token, and no window with select='last'")
+        self._dataset, self._squeeze, self._window, self._select = dataset, squeeze, window, select
+        good = np.asarray(dataset.index["status"].to_numpy(zero_copy_only=False) == "ok")
+        self._positions = np.flatnonzero(good)
+        self._tokens = dataset.index["num_tokens"].to_numpy()[self._positions]
+        windows = np.ones_like(self._tokens) if window is None else -(-self._tokens // window)
+        self._ends = np.cumsum(windows)  # items up to and with each good sample
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, item: int) -> Item:
+        """The item; see `rayhs.Dataset.torch`.
+
+        Raises:
+            IndexError: no such item.
+            FormatError, StoreError: its shard is damaged or can't be read.
+        """
+        if not -len(self) <= item < len(self):
+            raise IndexError(f"item {item} of {len(self)}")
+        position, start, stop = self._place(item % len(self))
+        return self._as_item(self._dataset.read(position, start, stop), start)
+
+    def __getitems__(self, items: Sequence[int]) -> list[Item]:
+        with ThreadPoolExecutor(min(len(items), _READERS) or 1) as pool:
+            return list(pool.map(self.__getitem__, items))
+
+    def _place(self, item: int) -> tuple[int, int, int]:
+        """Position of the item's sample in the dataset, and which of its tokens."""
+        sample = int(np.searchsorted(self._ends, item, side="right"))
+        tokens = int(self._tokens[sample])
+        start, stop = 0, tokens
+        if self._select == "last":
+            start = tokens - 1
+        elif self._window is not None:
+            before = int(self._ends[sample - 1]) if sample else 0
+            start = (item - before) * self._window
+            stop = min(start + self._window, tokens)
+        return int(self._positions[sample]), start, stop
+
+    def _as_item(self, sample: Sample, start: int) -> Item:
+        states = sample.torch(self._dataset.layers[0] if self._squeeze else None)
+        item = {
+            "hidden_states": states,
+            "token_ids": torch.from_numpy(sample.token_ids.astype(np.int64)),
+            "loss_mask": torch.from_numpy(sample.loss_mask.astype(np.bool_)),
+            "position_ids": torch.arange(start, start + len(states)),
+        }
+        if self._select == "loss":
+            kept = item["loss_mask"]
+            item = {name: tensor[kept] for name, tensor in item.items()}
+        return {**item, "sample_id": sample.sample_id, "index": sample.index}
+
+
+def pad_collate(items: Sequence[Item]) -> Item:
+    """A batch of items of unlike lengths, for ``DataLoader(collate_fn=...)``.
+
+    Tensors are padded with zeros behind, to `[batch, longest, ...]`; ``attention_mask`` bool
+    `[batch, longest]` is True where tokens are. ``sample_id`` and ``index`` are lists.
+    """
+    lengths = [len(item["token_ids"]) for item in items]
+    mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
+    batch: Item = {"attention_mask": mask}
+    for name, first in items[0].items():
+        values = [item[name] for item in items]
+        padded = isinstance(first, torch.Tensor)
+        batch[name] = torch.nn.utils.rnn.pad_sequence(values, batch_first=True) if padded else values
+    return batch
