@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rayhs.codec import token_bytes
 from rayhs.config import StorageConfig
 from rayhs.errors import ConfigError, IncompleteDataset, SampleError
 from rayhs.layout import DatasetRecord, Summary
@@ -19,10 +20,11 @@ from rayhs.reading.catalog import committed_shards, read_dataset_record, read_su
 from rayhs.reading.index_table import partial_index, read_index
 from rayhs.reading.plan_reader import PlanReader
 from rayhs.reading.sample import LayerStates, Sample
-from rayhs.reading.shard_reader import ShardReader
+from rayhs.reading.shard_reader import Place, ShardReader, StoredSample
 from rayhs.store import Store, open_store
 
 if TYPE_CHECKING:
+    from rayhs.views.stream import Stream
     from rayhs.views.torch import Select, TorchView
 
 __all__ = ["Dataset", "Sample", "open_dataset"]
@@ -97,6 +99,11 @@ class Dataset:
         return self.info.dtype
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's states of the layers read, as they are stored."""
+        return token_bytes(self.layers, self.hidden_size, self.dtype)
+
+    @property
     def complete(self) -> bool:
         """Whether the run that made the dataset has finished."""
         return self.summary is not None
@@ -147,7 +154,23 @@ class Dataset:
         end = tokens if stop is None else stop
         if not 0 <= start < end <= tokens:
             raise IndexError(f"tokens {start} to {end} of sample {row['sample_id']}, which has {tokens}")
-        stored = self._shards.read(row["shard"], row["index"], row["token_start"], tokens, start, end)
+        place = Place(row["index"], row["token_start"], tokens, start, end)
+        return self._sample(row, self._shards.read_many(row["shard"], [place])[0])
+
+    def read_together(self, positions: Sequence[int], own_memory: bool = False) -> list[Sample]:
+        """Good samples of one shard, read at once: what lies side by side in one piece.
+
+        Their arrays are views of what was read, which stays as long as one of them does, or have memory of their own.
+
+        Raises:
+            FormatError, StoreError: the shard is damaged or can't be read.
+        """
+        rows: list[dict[str, Any]] = self.index.take(pa.array(positions)).to_pylist()
+        places = [Place(row["index"], row["token_start"], row["num_tokens"]) for row in rows]
+        stored = self._shards.read_many(rows[0]["shard"], places)
+        return [self._sample(row, one.copied() if own_memory else one) for row, one in zip(rows, stored, strict=True)]
+
+    def _sample(self, row: Mapping[str, Any], stored: StoredSample) -> Sample:
         return Sample(
             sample_id=row["sample_id"],
             index=row["index"],
@@ -227,9 +250,36 @@ class Dataset:
         """
         from rayhs.views.torch import TorchView
 
-        single = isinstance(layers, int)
+        single = layers if isinstance(layers, int) else None
         wanted = self if layers is None else self.with_layers([layers] if isinstance(layers, int) else layers)
         return TorchView(wanted, single, window, select)
+
+    def stream(
+        self,
+        layers: Sequence[int] | None = None,
+        *,
+        shuffle_buffer: int = 0,
+        seed: int = 0,
+        shard: tuple[int, int] = (0, 1),
+    ) -> Stream:
+        """The good samples one after the other, in large reads; for training over much more than fits a cache.
+
+        Each iteration is an epoch, or what is left of one after `rayhs.views.stream.Stream.load_state_dict`. Memory
+        is that of ``shuffle_buffer`` samples and of four reads of 16 MiB.
+
+        Args:
+            layers: which to read; default those of this dataset.
+            shuffle_buffer: shuffle the shards, and the samples of so many that wait in memory. 0: storage order.
+            seed: of the shuffled order, which is another in every epoch.
+            shard: ``(rank, world)``: this is one of ``world`` streams, which share the shards between them. Their
+                lengths differ where the shards do.
+
+        Raises:
+            ConfigError: a layer that is not stored, or other arguments out of range.
+        """
+        from rayhs.views.stream import Stream
+
+        return Stream(self if layers is None else self.with_layers(layers), shuffle_buffer, seed, shard)
 
     def with_layers(self, layers: Sequence[int]) -> Dataset:
         """The same dataset, reading only ``layers``; raises ConfigError for one that is not stored."""

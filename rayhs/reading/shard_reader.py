@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayhs import codec, fp8, parquet_codec
@@ -44,9 +45,29 @@ class StoredSample:
         states, scales = ({k: array[some] for k, array in part.items()} for part in (self.states, self.scales))
         return StoredSample(self.token_ids[some], self.loss_mask[some], states, scales)
 
+    def copied(self) -> StoredSample:
+        """The same in memory of its own: what was read together shares one piece of it."""
+        states, scales = ({k: array.copy() for k, array in part.items()} for part in (self.states, self.scales))
+        return StoredSample(self.token_ids.copy(), self.loss_mask.copy(), states, scales)
+
     def engine_states(self, dtype: str) -> dict[int, Array]:
         """States by layer as they are stored; those of float8_e4m3fn in ``dtype``, the engine's."""
         return {k: fp8.dequantize(s, self.scales[k], dtype) if self.scales else s for k, s in self.states.items()}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A sample as the index has it, and which of its tokens are wanted: ``first`` to ``stop``, by default all."""
+
+    index: int
+    token_start: int
+    num_tokens: int
+    first: int = 0
+    stop: int | None = None
+
+    @property
+    def count(self) -> int:
+        return (self.num_tokens if self.stop is None else self.stop) - self.first
 
 
 @dataclass(frozen=True)
@@ -83,40 +104,40 @@ class ShardReader:
         self._scale_names = codec.scale_names(layers, record.dtype)
         self._shards: LruCache[str, Shard] = LruCache(_HEADERS)
 
-    def read(
-        self, name: str, index: int, token_start: int, num_tokens: int, first: int = 0, stop: int | None = None
-    ) -> StoredSample:
-        """Sample ``index``, which the dataset's index puts at ``token_start`` of object ``name``.
+    def read(self, name: str, index: int, token_start: int, num_tokens: int) -> StoredSample:
+        """Sample ``index``, which the dataset's index puts at ``token_start`` of object ``name``; see `read_many`."""
+        return self.read_many(name, [Place(index, token_start, num_tokens)])[0]
 
-        ``first`` and ``stop`` are those of the tokens wanted, within the sample.
+    def read_many(self, name: str, places: Sequence[Place]) -> list[StoredSample]:
+        """Samples of one object, read at once: what lies side by side in one piece.
 
         Raises:
             ObjectNotFound, StoreError: the object is missing or can't be read.
-            FormatError: it is damaged, or holds another sample at this place.
+            FormatError: it is damaged, or holds another sample at a place.
         """
         shard = self._shards.get(name, lambda: open_shard(self._store, self._record, name))
-        end = num_tokens if stop is None else stop
         try:
             if isinstance(shard, TensorShard):
-                if shard.places.get(index) != (token_start, num_tokens):
-                    end_row = token_start + num_tokens - 1
-                    raise FormatError(f"sample {index} is not at rows {token_start}..{end_row}")
-                sample = self._read_tensors(name, shard, token_start + first, end - first)
-            else:
-                sample = self._read_row(name, shard, index, num_tokens).tokens(first, end)
+                return self._read_tensors(name, shard, places)
+            return self._read_rows(name, shard, places)
         except FormatError as error:
             raise FormatError(f"{name}: {error}; run rayhs verify {self._store.uri}") from None
-        return sample
 
-    def _read_tensors(self, name: str, shard: TensorShard, start: int, count: int) -> StoredSample:
+    def _read_tensors(self, name: str, shard: TensorShard, places: Sequence[Place]) -> list[StoredSample]:
         names = (*map(state_name, self._layers), *self._scale_names, "token_ids", "loss_mask")
         wanted = [shard.tensors[n] for n in names]
-        data = self._store.get_ranges(name, [codec_range(tensor, start, count) for tensor in wanted])
-        *arrays, token_ids, loss_mask = (codec.decode(t, d, count) for t, d in zip(wanted, data, strict=True))
-        states, scales = arrays[: len(self._layers)], arrays[len(self._layers) :]
-        return self._sample(token_ids, loss_mask, states, scales)
+        for place in places:
+            if shard.places.get(place.index) != (place.token_start, place.num_tokens):
+                last = place.token_start + place.num_tokens - 1
+                raise FormatError(f"sample {place.index} is not at rows {place.token_start}..{last}")
+        ranges = [codec_range(t, place.token_start + place.first, place.count) for place in places for t in wanted]
+        data = iter(self._store.get_ranges(name, ranges))
+        return [self._sample([codec.decode(t, next(data), place.count) for t in wanted]) for place in places]
 
-    def _sample(self, token_ids: Array, loss_mask: Array, states: list[Array], scales: list[Array]) -> StoredSample:
+    def _sample(self, arrays: Sequence[Array]) -> StoredSample:
+        """Of states, scales, token ids and loss mask, in this order."""
+        *states_and_scales, token_ids, loss_mask = arrays
+        states, scales = states_and_scales[: len(self._layers)], states_and_scales[len(self._layers) :]
         return StoredSample(
             token_ids,
             loss_mask,
@@ -124,26 +145,34 @@ class ShardReader:
             dict(zip(self._layers, scales, strict=False)),
         )
 
-    def _read_row(self, name: str, shard: ParquetShard, index: int, num_tokens: int) -> StoredSample:
-        if index not in shard.places:
-            raise FormatError(f"sample {index} is not in it")
+    def _read_rows(self, name: str, shard: ParquetShard, places: Sequence[Place]) -> list[StoredSample]:
         columns = ("index", "token_ids", "loss_mask", *map(state_name, self._layers), *self._scale_names)
-        group = shard.places[index]
-        chunks = parquet_codec.shard_chunks(shard.groups[group], columns)
-        data = self._store.get_ranges(name, [(c.start, c.length) for c in chunks])
-        row = parquet_codec.read_row(shard.footer, group, chunks, data, shard.object_bytes)
-        if row["index"][0].as_py() != index:
-            raise FormatError(f"row group {group} is not sample {index}")
+        for place in places:
+            if place.index not in shard.places:
+                raise FormatError(f"sample {place.index} is not in it")
+        groups = [shard.places[place.index] for place in places]
+        chunks = [parquet_codec.shard_chunks(shard.groups[group], columns) for group in groups]
+        data = iter(self._store.get_ranges(name, [(c.start, c.length) for own in chunks for c in own]))
+        samples = []
+        for place, group, own in zip(places, groups, chunks, strict=True):
+            row = parquet_codec.read_row(shard.footer, group, own, [next(data) for _ in own], shard.object_bytes)
+            if row["index"][0].as_py() != place.index:
+                raise FormatError(f"row group {group} is not sample {place.index}")
+            sample = self._sample(self._decoded(row))
+            if sample.lengths != {place.num_tokens}:
+                found = sorted(sample.lengths)
+                raise FormatError(f"sample {place.index} has {found} tokens, the index says {place.num_tokens}")
+            samples.append(sample.tokens(place.first, place.first + place.count))
+        return samples
+
+    def _decoded(self, row: pa.Table) -> list[Array]:
         hidden, dtype = self._record.hidden_size, self._record.dtype
-        sample = self._sample(
+        return [
+            *(parquet_codec.decode_states(row[state_name(k)], hidden, dtype) for k in self._layers),
+            *(parquet_codec.decode_list(row[name], np.float32) for name in self._scale_names),
             parquet_codec.decode_list(row["token_ids"], np.int32),
             parquet_codec.decode_list(row["loss_mask"], np.uint8),
-            [parquet_codec.decode_states(row[state_name(k)], hidden, dtype) for k in self._layers],
-            [parquet_codec.decode_list(row[name], np.float32) for name in self._scale_names],
-        )
-        if sample.lengths != {num_tokens}:
-            raise FormatError(f"sample {index} has {sorted(sample.lengths)} tokens, the index says {num_tokens}")
-        return sample
+        ]
 
 
 def codec_range(tensor: StoredTensor, row: int, rows: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""A dataset as a map-style `torch.utils.data.Dataset`."""
+"""A dataset as a `torch.utils.data.Dataset`, map-style or iterable."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
@@ -12,6 +12,7 @@ import torch
 
 from rayhs.errors import ConfigError
 from rayhs.reading.sample import Sample
+from rayhs.views.stream import Stream
 
 Select = Literal["all", "loss", "last"]
 Item = dict[str, Any]
@@ -21,8 +22,6 @@ _READERS = 8
 
 class Readable(Protocol):
     """What is read: a `rayhs.Dataset` of the layers wanted."""
-
-    layers: tuple[int, ...]
 
     @property
     def index(self) -> pa.Table: ...
@@ -37,12 +36,11 @@ class TorchView(torch.utils.data.Dataset[Item]):
     ``__getitems__``, by which a DataLoader reads the samples of a batch at once.
     """
 
-    def __init__(self, dataset: Readable, squeeze: bool, window: int | None, select: Select) -> None:
-        if select not in ("all", "loss", "last"):
-            raise ConfigError(f"select={select!r} is not all, loss or last")
+    def __init__(self, dataset: Readable, layer: int | None, window: int | None, select: Select) -> None:
+        _refuse(select)
         if window is not None and (window < 1 or select == "last"):
             raise ConfigError("window: give at least 1 token, and no window with select='last'")
-        self._dataset, self._squeeze, self._window, self._select = dataset, squeeze, window, select
+        self._dataset, self._layer, self._window, self._select = dataset, layer, window, select
         good = np.asarray(dataset.index["status"].to_numpy(zero_copy_only=False) == "ok")
         self._positions = np.flatnonzero(good)
         self._tokens = dataset.index["num_tokens"].to_numpy()[self._positions]
@@ -62,7 +60,7 @@ class TorchView(torch.utils.data.Dataset[Item]):
         if not -len(self) <= item < len(self):
             raise IndexError(f"item {item} of {len(self)}")
         position, start, stop = self._place(item % len(self))
-        return self._as_item(self._dataset.read(position, start, stop), start)
+        return _as_item(self._dataset.read(position, start, stop), self._layer, self._select, start)
 
     def __getitems__(self, items: Sequence[int]) -> list[Item]:
         with ThreadPoolExecutor(min(len(items), _READERS) or 1) as pool:
@@ -81,18 +79,61 @@ class TorchView(torch.utils.data.Dataset[Item]):
             stop = min(start + self._window, tokens)
         return int(self._positions[sample]), start, stop
 
-    def _as_item(self, sample: Sample, start: int) -> Item:
-        states = sample.torch(self._dataset.layers[0] if self._squeeze else None)
-        item = {
-            "hidden_states": states,
-            "token_ids": torch.from_numpy(sample.token_ids.astype(np.int64)),
-            "loss_mask": torch.from_numpy(sample.loss_mask.astype(np.bool_)),
-            "position_ids": torch.arange(start, start + len(states)),
-        }
-        if self._select == "loss":
-            kept = item["loss_mask"]
-            item = {name: tensor[kept] for name, tensor in item.items()}
-        return {**item, "sample_id": sample.sample_id, "index": sample.index}
+
+class TorchStream(torch.utils.data.IterableDataset[Item]):
+    """A `rayhs.views.stream.Stream` for a DataLoader; the state is that of the process that iterates.
+
+    Each worker has a part of its own, so that every sample comes once. Workers that are started anew for each
+    iteration begin with this object's epoch: call `set_epoch`, or keep them (``persistent_workers=True``).
+    """
+
+    def __init__(self, stream: Stream, layer: int | None, select: Select) -> None:
+        _refuse(select)
+        self._stream, self._layer, self._select = stream, layer, select
+        self._split = False
+
+    def __iter__(self) -> Iterator[Item]:
+        for sample in self._own():
+            yield _as_item(sample, self._layer, self._select, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch next, here and in workers started from now on."""
+        self._stream.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Before iterating; raises ConfigError for the state of another order or number of workers."""
+        self._own().load_state_dict(state)
+
+    def _own(self) -> Stream:
+        worker = torch.utils.data.get_worker_info()
+        if worker is not None and not self._split:
+            self._stream, self._split = self._stream.split(worker.id, worker.num_workers), True
+        return self._stream
+
+
+def _refuse(select: str) -> None:
+    if select not in ("all", "loss", "last"):
+        raise ConfigError(f"select={select!r} is not all, loss or last")
+
+
+def _as_item(sample: Sample, layer: int | None, select: Select, start: int) -> Item:
+    """Of a sample whose first token read is its ``start``-th."""
+    states = sample.torch(layer)
+    item = {
+        "hidden_states": states,
+        "token_ids": torch.from_numpy(sample.token_ids.astype(np.int64)),
+        "loss_mask": torch.from_numpy(sample.loss_mask.astype(np.bool_)),
+        "position_ids": torch.arange(start, start + len(states)),
+    }
+    kept = {"all": slice(None), "loss": item["loss_mask"], "last": slice(-1, None)}[select]
+    return {
+        **{name: tensor[kept] for name, tensor in item.items()},
+        "sample_id": sample.sample_id,
+        "index": sample.index,
+    }
 
 
 def pad_collate(items: Sequence[Item]) -> Item:

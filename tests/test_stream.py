@@ -1,0 +1,205 @@
+"""`ds.stream(...)`: every sample once, in an order that a state can take up again, in large reads."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rayhs
+from rayhs.dataset import Dataset, open_dataset
+from rayhs.errors import ConfigError
+from rayhs.views import stream as stream_module
+from rayhs.views.stream import Stream
+from tests.builders import HIDDEN, LAYERS, Builder
+from tests.test_dataset import RecordingStore
+
+FORMATS = ("safetensors", "parquet")
+MANY = ((3, 4, 1), (3, 2, 1, 5), (6,))
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    folder = tmp_path_factory.mktemp("data")
+    return Builder(folder, shard_format=request.param, dtype="bfloat16", groups=MANY).write()
+
+
+@pytest.fixture(scope="module")
+def ds(built: Builder) -> Dataset:
+    return open_dataset(str(built.folder))
+
+
+@pytest.fixture(autouse=True)
+def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "READ_BYTES", 20 * len(LAYERS) * HIDDEN * 2)
+
+
+def indices(stream: Stream) -> list[int]:
+    return [sample.index for sample in stream]
+
+
+def test_samples_come_as_they_are_read_one_by_one(built: Builder, ds: Dataset) -> None:
+    samples = list(ds.stream())
+    assert [sample.sample_id for sample in samples] == [row.sample_id for row in built.good()]
+    for sample in samples:
+        want = ds[sample.index]
+        assert np.array_equal(sample.token_ids, want.token_ids) and np.array_equal(sample.loss_mask, want.loss_mask)
+        assert sample.columns == want.columns
+        for layer in LAYERS:
+            assert sample.hidden_states[layer].tobytes() == want.hidden_states[layer].tobytes()
+    assert list(next(iter(ds.stream(layers=[2]))).hidden_states) == [2]
+
+
+@settings(max_examples=30, deadline=None)
+@given(buffer=st.integers(0, 40), seed=st.integers(0, 9), world=st.integers(1, 6), stop=st.integers(0, 30))
+def test_any_stream_goes_on_where_it_was(ds: Dataset, buffer: int, seed: int, world: int, stop: int) -> None:
+    """Each sample once an epoch over all parts, and from any state the same rest."""
+    everything: list[int] = []
+    for rank in range(world):
+
+        def made(rank: int = rank) -> Stream:
+            return ds.stream(shuffle_buffer=buffer, seed=seed, shard=(rank, world))
+
+        first, second = indices(stream := made()), indices(stream)
+        assert len(first) == len(made()) and sorted(first) == sorted(second)
+        going = made()
+        begun = [sample.index for _, sample in zip(range(stop), going, strict=False)]
+        state = json.loads(json.dumps(going.state_dict()))
+        again = made()
+        again.load_state_dict(state)
+        rest = indices(again)
+        assert (begun + rest == first) if stop <= len(first) else (begun, rest) == (first, second)
+        everything += first
+    assert Counter(everything) == Counter(np.flatnonzero(np.asarray(ds.index["status"]) == "ok").tolist())
+
+
+def test_epochs_have_orders_of_their_own(ds: Dataset) -> None:
+    stream = ds.stream(shuffle_buffer=5, seed=1)
+    epochs = [indices(stream) for _ in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    stream.set_epoch(1)
+    assert indices(stream) == epochs[1]
+    assert indices(ds.stream(shuffle_buffer=5, seed=2)) != epochs[0]
+    # Not merely the shards: neighbours are torn apart.
+    assert any(abs(a - b) > 6 for a, b in zip(epochs[0], epochs[0][1:], strict=False))
+
+
+def test_leaving_an_epoch_and_coming_back(ds: Dataset) -> None:
+    stream = ds.stream(shuffle_buffer=3)
+    whole = indices(ds.stream(shuffle_buffer=3))
+    begun = []
+    for sample in stream:
+        begun.append(sample.index)
+        if len(begun) == 7:
+            break
+    assert begun + indices(stream) == whole
+
+
+def test_a_state_of_another_order_is_refused(ds: Dataset) -> None:
+    state = ds.stream(shuffle_buffer=3).state_dict()
+    for other in ({"shuffle_buffer": 4}, {"shuffle_buffer": 3, "seed": 1}, {"shuffle_buffer": 3, "shard": (0, 2)}):
+        with pytest.raises(ConfigError, match="the state is of a stream with"):
+            ds.stream(**other).load_state_dict(state)  # type: ignore[arg-type]
+    for wrong in ({"shuffle_buffer": -1}, {"shard": (2, 2)}, {"shard": (-1, 2)}, {"layers": [3]}):
+        with pytest.raises(ConfigError):
+            ds.stream(**wrong)  # type: ignore[arg-type]
+
+
+def test_samples_side_by_side_are_read_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "READ_BYTES", 2**20)
+    built = Builder(tmp_path, groups=MANY).write()
+    store, full = RecordingStore(str(tmp_path)), open_dataset(str(tmp_path))
+    ds = Dataset(store, full.info, full.summary, [2])
+    shards = {name for name in ds.index["shard"].to_pylist() if name}
+    for name in shards:
+        ds[ds.index["shard"].to_pylist().index(name)]  # reads the shard's header
+    store.reads.clear()
+    assert len(list(ds.stream())) == len(built.good())
+    assert len(store.reads) == len(shards)
+    read = sum(length for ranges in store.reads for _, length in ranges)
+    tokens = sum(len(row.token_ids) for row in built.good())
+    assert read == tokens * (HIDDEN * 4 + 4 + 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_samples_that_wait_hold_no_memory_of_others(tmp_path: Path, dtype: str) -> None:
+    Builder(tmp_path, dtype=dtype, groups=MANY).write()
+    for sample in open_dataset(str(tmp_path)).stream(shuffle_buffer=4):
+        for array in (*sample.hidden_states.values(), sample.token_ids, sample.loss_mask):
+            assert array.base is None or array.base.nbytes <= array.nbytes
+
+
+def test_damage_is_an_error_in_its_turn_and_can_be_tried_again(tmp_path: Path) -> None:
+    built = Builder(tmp_path, groups=MANY).write()
+    ds = open_dataset(str(tmp_path))
+    path = tmp_path / ds.index["shard"][3].as_py()
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    stream, got = ds.stream(), []
+    with pytest.raises(rayhs.RayhsError, match=path.name):
+        got.extend(sample.index for sample in stream)
+    stream, got = ds.stream(), []
+    try:
+        for sample in stream:
+            got.append(sample.index)
+    except rayhs.RayhsError:
+        path.write_bytes(data)
+    assert 0 < len(got) < len(built.good())
+    assert got + indices(stream) == [row.index for row in built.good()]
+
+
+def test_a_dataset_without_good_samples(tmp_path: Path) -> None:
+    built = Builder(tmp_path, groups=((1,),))
+    for row in built.all_rows():
+        row.status, row.reason = "failed", "not finite: layer 2"
+    (tmp_path / "shards").mkdir()
+    ds = open_dataset(str(built.write().folder))
+    for buffer in (0, 3):
+        stream = ds.stream(shuffle_buffer=buffer)
+        assert indices(stream) == [] and len(stream) == 0
+
+
+def seen(loader: Any) -> list[int]:
+    return [int(index) for batch in loader for index in batch["index"]]
+
+
+@pytest.mark.parametrize("start", [None, "fork", "spawn"])
+def test_loader_workers_share_the_stream(tmp_path: Path, start: str | None) -> None:
+    torch = pytest.importorskip("torch")
+    built = Builder(tmp_path, groups=MANY).write()
+    view = open_dataset(str(tmp_path)).stream(shuffle_buffer=4).torch()
+    options = {"num_workers": 2, "multiprocessing_context": start} if start else {}
+    loader = torch.utils.data.DataLoader(view, batch_size=3, collate_fn=rayhs.pad_collate, **options)
+    first = seen(loader)
+    assert sorted(first) == sorted(row.index for row in built.good())
+    if start:
+        view.set_epoch(1)
+        second = seen(loader)
+        assert sorted(second) == sorted(first) and second != first
+
+
+def test_items_of_a_stream(ds: Dataset) -> None:
+    pytest.importorskip("torch")
+    for stream_item, item in zip(ds.stream().torch(2), ds.torch(layers=2), strict=True):
+        assert stream_item["hidden_states"].equal(item["hidden_states"])
+        assert stream_item["sample_id"] == item["sample_id"]
+    for select in ("loss", "last"):
+        for stream_item, item in zip(ds.stream().torch(select=select), ds.torch(select=select), strict=True):
+            for name in ("hidden_states", "token_ids", "position_ids"):
+                assert stream_item[name].equal(item[name])
+    view = ds.stream(shuffle_buffer=3).torch()
+    whole = [item["index"] for item in view]
+    view.set_epoch(0)
+    rest = iter(view)
+    begun = [next(rest)["index"] for _ in range(5)]
+    state, other = view.state_dict(), ds.stream(shuffle_buffer=3).torch()
+    other.load_state_dict(state)
+    assert begun + [item["index"] for item in other] == whole
+    with pytest.raises(ConfigError):
+        ds.stream().torch(select="first")  # type: ignore[arg-type]
