@@ -50,6 +50,7 @@ class Builder:
     layers: Sequence[int] = LAYERS
     hidden: int = HIDDEN
     groups: Sequence[Sequence[int]] = ((3, 4), (3, 2, 1))
+    lengths: tuple[int, int] = (2, 9)
     finished: bool = True
     uncommitted: frozenset[ShardId] = frozenset()
     engine_dtype: str | None = None
@@ -68,7 +69,7 @@ class Builder:
             self.rows.append(file)
 
     def _row(self, rng: np.random.Generator, index: int) -> Row:
-        tokens = int(rng.integers(2, 9))
+        tokens = int(rng.integers(*self.lengths))
         states = {k: rng.standard_normal((tokens, self.hidden)) for k in self.layers}
         ids, mask = np.arange(tokens, dtype=np.int32) + 10 * index, (np.arange(tokens) % 2).astype(np.uint8)
         row = Row(index, ids, mask, {k: s.astype(codec.STATE_DTYPES[self.dtype]) for k, s in states.items()})
