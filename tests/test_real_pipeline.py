@@ -42,13 +42,16 @@ def _save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
 
 
-def extract(model: Path, output: Path, prompts: Path, **cluster: Any) -> RunResult:
+def extract(model: Path, output: Path, prompts: Path, slow: bool = False, **cluster: Any) -> RunResult:
+    """``slow``: a token budget and staging so small that shards are committed one after the other."""
+    vllm = {"max_num_seqs": 1, "max_num_batched_tokens": 32} if slow else {"max_num_seqs": 8}
     settings = {
         "model": str(model),
         "prompts": {"path": str(prompts), "text": "text", "id": "id"},
         "layers": [0, 3, "last"],
         "output": str(output),
-        "engine": {"max_model_len": TOO_LONG, "vllm": {"enforce_eager": True, "max_num_seqs": 8}},
+        "engine": {"max_model_len": TOO_LONG, "vllm": {"enforce_eager": True, **vllm}},
+        "staging": {"max_bytes": "4MiB" if slow else None},
         "shards": {"target_bytes": 300_000},
         "cluster": cluster,
     }
@@ -91,7 +94,7 @@ def test_two_replicas_of_real_vllm_give_what_one_gives_and_what_transformers_giv
     assert not report.findings, report.findings
 
     with killed_engine(tmp_path / "one" / "commits") as killed:
-        one = extract(model, tmp_path / "one", prompts)
+        one = extract(model, tmp_path / "one", prompts, slow=True)
     assert killed and one.summary.failed == 0
     first, second = rayhs.open(one.uri), rayhs.open(two.uri)
     columns = [name for name in first.index.column_names if name != "shard"]
