@@ -284,7 +284,7 @@ class Dataset:
     def with_layers(self, layers: Sequence[int]) -> Dataset:
         """The same dataset, reading only ``layers``; raises ConfigError for one that is not stored."""
         view = Dataset(self._store, self.info, self.summary, layers)
-        for name in ("index", "_positions", "_good"):
+        for name in ("index", "_positions", "good"):
             if name in self.__dict__:
                 view.__dict__[name] = self.__dict__[name]
         return view
@@ -294,25 +294,26 @@ class Dataset:
         return f"Dataset({self.uri!r}, model={self.model!r}, layers={list(self.layers)}, {self.dtype}, {state})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_positions", "_good")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_positions", "good")}
 
     @cached_property
     def _positions(self) -> dict[str, int]:
         # Backwards, so that the first row of an id stands; the good ones last, over all others.
-        ids, good = self.index["sample_id"].to_pylist(), self._good.tolist()
+        ids, good = self.index["sample_id"].to_pylist(), self.good.tolist()
         backwards = range(len(ids) - 1, -1, -1)
         positions = {ids[i]: i for i in backwards}
         positions.update((ids[i], i) for i in backwards if good[i])
         return positions
 
     @cached_property
-    def _good(self) -> Any:
+    def good(self) -> Any:
+        """Which rows of `index` have states: numpy bool `[rows]`."""
         return np.asarray(pc.equal(self.index["status"], "ok"))
 
     def _is_good(self, position: int) -> bool:
         if not -len(self) <= position < len(self):
             raise IndexError(f"sample {position} of a dataset of {len(self)} samples")
-        return bool(self._good[position])
+        return bool(self.good[position])
 
     def _row(self, position: int) -> dict[str, Any]:
         rows: list[dict[str, Any]] = self.index.slice(position, 1).to_pylist()

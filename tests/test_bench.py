@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 
@@ -86,6 +87,36 @@ def test_what_can_not_be_measured_is_refused_before_ray(tmp_path: Path, argument
     result = CliRunner().invoke(app, ["bench", str(run_file(tmp_path, "fake/4x64")), *arguments])
     assert result.exit_code == 2
     assert told in result.stderr.splitlines()[-1] and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("stock", [True, False])
+def test_the_peers_asked_for_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool, stock: bool
+) -> None:
+    measured: list[str] = []
+
+    class Recorder:
+        def __init__(self, *_: object) -> None: ...
+
+        def measure_ours(self) -> None:
+            measured.append("rayhs")
+
+        def measure_peer(self, kind: str, rounds: int) -> list[float]:
+            measured.append(kind)
+            return [1.0] * rounds
+
+        def report(self, rates: dict[str, list[float]]) -> dict[str, list[float]]:
+            return rates
+
+    monkeypatch.setattr("rayhs.bench._Bench", Recorder)
+    monkeypatch.setattr("rayhs.bench.cluster", lambda config: contextlib.nullcontext(lambda: None))
+    monkeypatch.setattr("rayhs.bench.fake_shape", lambda model: None)
+    monkeypatch.setattr("rayhs.bench.device", lambda: "cuda")
+    config = load_config(run_file(tmp_path, "fake/4x64"))
+    rates: object = run_bench(config, None, lambda progress: None, plain=plain, stock=stock)
+    assert measured == ["rayhs", *(["plain"] if plain else []), *(["stock"] if stock else [])]
+    assert rates == {"plain": [1.0] if plain else [], "stock": [1.0] if stock else []}
 
 
 def test_lengths_that_are_not_given_fit_the_engine() -> None:

@@ -106,7 +106,7 @@ def test_a_state_of_another_order_is_refused(ds: Dataset) -> None:
     for other in ({"shuffle_buffer": 4}, {"shuffle_buffer": 3, "seed": 1}, {"shuffle_buffer": 3, "shard": (0, 2)}):
         with pytest.raises(ConfigError, match="the state is of a stream with"):
             ds.stream(**other).load_state_dict(state)  # type: ignore[arg-type]
-    for wrong in ({"shuffle_buffer": -1}, {"shard": (2, 2)}, {"shard": (-1, 2)}, {"layers": [3]}):
+    for wrong in ({"shuffle_buffer": -1}, {"shard": (2, 2)}, {"shard": (-1, 2)}, {"seed": -1}, {"layers": [3]}):
         with pytest.raises(ConfigError):
             ds.stream(**wrong)  # type: ignore[arg-type]
 

@@ -29,6 +29,9 @@ class Readable(Protocol):
     def index(self) -> pa.Table: ...
 
     @property
+    def good(self) -> Array: ...
+
+    @property
     def token_bytes(self) -> int: ...
 
     def read_together(self, positions: Sequence[int], own_memory: bool) -> list[Sample]: ...
@@ -38,13 +41,14 @@ class Stream:
     """The good samples one after the other, epoch after epoch; see `rayhs.Dataset.stream`.
 
     Iterating goes through what is left of the current epoch, then the next iteration begins another. The order of
-    an epoch is a function of seed, epoch and part alone, so that a state is three numbers. One iteration at a time.
+    an epoch is a function of seed, epoch and part alone, so that a state is the epoch and how many samples of it
+    are done. One iteration at a time.
     """
 
     def __init__(self, dataset: Readable, shuffle_buffer: int, seed: int, part: tuple[int, int]) -> None:
         rank, world = part
-        if shuffle_buffer < 0 or not 0 <= rank < world:
-            raise ConfigError(f"shuffle_buffer={shuffle_buffer}, shard={part}: give 0 or more, and rank < world")
+        if shuffle_buffer < 0 or seed < 0 or not 0 <= rank < world:
+            raise ConfigError(f"{shuffle_buffer=}, {seed=}, shard={part}: give 0 or more, and rank < world")
         self._dataset, self._shuffle_buffer, self._seed, self._part = dataset, shuffle_buffer, seed, part
         self._epoch = 0
         self._done = 0
@@ -108,7 +112,7 @@ class Stream:
     def _shards(self) -> list[Array]:
         """Positions of the good samples of each shard of this part."""
         index = self._dataset.index
-        good = np.flatnonzero(np.asarray(pc.equal(index["status"], "ok")))
+        good = np.flatnonzero(self._dataset.good)
         names = pc.dictionary_encode(index["shard"].combine_chunks()).indices.to_numpy(zero_copy_only=False)[good]
         shards = np.split(good, np.flatnonzero(np.diff(names)) + 1) if len(good) else []
         rank, world = self._part

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from rayhs.codec import Array
 from rayhs.errors import ConfigError
 from rayhs.reading.sample import Sample
 from rayhs.views.stream import Stream
@@ -26,6 +27,9 @@ class Readable(Protocol):
     @property
     def index(self) -> pa.Table: ...
 
+    @property
+    def good(self) -> Array: ...
+
     def read(self, position: int, start: int = 0, stop: int | None = None) -> Sample: ...
 
 
@@ -41,8 +45,7 @@ class TorchView(torch.utils.data.Dataset[Item]):
         if window is not None and (window < 1 or select == "last"):
             raise ConfigError("window: give at least 1 token, and no window with select='last'")
         self._dataset, self._layer, self._window, self._select = dataset, layer, window, select
-        good = np.asarray(dataset.index["status"].to_numpy(zero_copy_only=False) == "ok")
-        self._positions = np.flatnonzero(good)
+        self._positions = np.flatnonzero(dataset.good)
         self._tokens = dataset.index["num_tokens"].to_numpy()[self._positions]
         windows = np.ones_like(self._tokens) if window is None else -(-self._tokens // window)
         self._ends = np.cumsum(windows)  # items up to and with each good sample
