@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rayhs.engine import plain_arguments, prepare_vllm, speculative_config
 from rayhs.errors import ConfigError, EngineError
 from rayhs.peers import wait_until_whole
 from rayhs.verify.reference import token_errors
-from tests.models import Oracle, random_prompts, relative_error, save_tiny_model
+from tests.models import Oracle, random_prompts, save_tiny_model
 from tests.test_parity import LAYERS, SHARED, RunningEngine
 
 torch = pytest.importorskip("torch")
@@ -32,9 +32,9 @@ pytestmark = [
 ]
 
 LONG = 4096
-# Against transformers float32 on an H200 the stock connector gave 0.0017 and 0.012, and on these weights ours
-# 0.0020 and under 0.02: the error of the engine's arithmetic. A wrong layer or token is off by 1 or more.
-TOLERANCE = {"float32": 3e-3, "bfloat16": 2e-2}
+# In float32 a stock run gave 0.0017 against transformers, and on these weights ours 0.0020: TF32's error.
+FLOAT32 = 3e-3
+WRONG = 0.3  # a wrong layer or token is off by 1 or more
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,39 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model("qwen3", tmp_path_factory.mktemp("model"), hidden_size=256, positions=LONG)
 
 
+class Judge:
+    """transformers in float32 and bfloat16: how far off it may be what was computed in ``dtype``."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self._exact = Oracle(folder, device="cuda")
+        self._rounded = Oracle(folder, dtype, "cuda") if dtype == "bfloat16" else None
+
+    def check(self, prompts: Sequence[list[int]], results: Sequence[Mapping[int, np.ndarray]]) -> None:
+        """In float32 every prompt's states; in bfloat16 those of all prompts together, as one alone is luck.
+
+        No more than 1.2 times as far off as transformers' own bfloat16, layer by layer.
+        """
+        errors: dict[int, list[tuple[float, float, float]]] = {}
+        for prompt, got in zip(prompts, results, strict=True):
+            want = self._exact.states(prompt)
+            rounded = self._rounded.states(prompt) if self._rounded else want
+            for layer, states in got.items():
+                off, own = (states.astype(np.float32) - want[layer], rounded[layer] - want[layer])
+                norms = tuple(float(np.linalg.norm(one)) for one in (off, own, want[layer]))
+                limit = WRONG if self._rounded else FLOAT32
+                assert norms[0] <= limit * norms[2], f"layer {layer}, {len(prompt)} tokens: {norms[0] / norms[2]:.2e}"
+                errors.setdefault(layer, []).append(norms)
+        for layer, found in errors.items() if self._rounded else ():
+            error, own, norm = (float(np.linalg.norm(part)) for part in zip(*found, strict=True))
+            assert error <= 1.2 * own, f"layer {layer}: {error / norm:.2e}, of transformers {own / norm:.2e}"
+
+
 @pytest.fixture(
     scope="module",
     params=[("float32", False, 1), ("bfloat16", True, 1), ("bfloat16", False, 1), ("bfloat16", False, 2)],
     ids=["float32", "eager", "graphs", "two ranks"],
 )
-def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[RunningEngine, Oracle, float]]:
+def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[RunningEngine, Judge]]:
     dtype, eager, ranks = request.param
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
@@ -55,44 +82,28 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[Runnin
     # Eager vLLM overwrites layer 0 on a GPU; that is refused.
     layers = LAYERS[1:] if eager else LAYERS
     running = RunningEngine(model, layers, dtype=dtype, max_model_len=LONG, tensor_parallel_size=ranks, vllm=vllm)
-    yield running, Oracle(model), TOLERANCE[dtype]
+    yield running, Judge(model, dtype)
     running.stop()
 
 
-def check(running: tuple[RunningEngine, Oracle, float], prompts: list[list[int]], prefix: str) -> None:
-    engine, oracle, tolerance = running
-    for prompt, got in zip(prompts, engine.extract(prompts, prefix), strict=True):
-        assert got.token_ids == prompt
-        want = oracle.states(prompt)
-        for layer, states in got.states.items():
-            error = relative_error(states, want[layer])
-            assert error <= tolerance, f"layer {layer}, {len(prompt)} tokens: {error:.2e}"
+def check(running: tuple[RunningEngine, Judge], prompts: list[list[int]], prefix: str) -> None:
+    engine, judge = running
+    results = engine.extract(prompts, prefix)
+    assert [got.token_ids for got in results] == prompts
+    judge.check(prompts, [got.states for got in results])
 
 
-def test_mixed_lengths_chunked(engine: tuple[RunningEngine, Oracle, float]) -> None:
+def test_mixed_lengths_chunked(engine: tuple[RunningEngine, Judge]) -> None:
     check(engine, random_prompts((1, 15, 16, 17, 500, 700, 2000, LONG - 1, 33, 64)), "mixed")
 
 
-def test_the_error_is_that_of_the_arithmetic(engine: tuple[RunningEngine, Oracle, float], model: Path) -> None:
-    """No more than 1.2 times what transformers' own bfloat16 has, layer by layer; float32 is far below that."""
-    running, exact, _ = engine
-    own = Oracle(model, "bfloat16", "cuda")
-    prompts = random_prompts([200, 700, 1500], seed=12)
-    for prompt, got in zip(prompts, running.extract(prompts, "arithmetic"), strict=True):
-        want, rounded = exact.states(prompt), own.states(prompt)
-        for layer, states in got.states.items():
-            allowed = 1.2 * relative_error(rounded[layer], want[layer])
-            error = relative_error(states, want[layer])
-            assert error <= allowed, f"layer {layer}, {len(prompt)} tokens: {error:.2e} of {allowed:.2e} allowed"
-
-
-def test_cached_prefixes(engine: tuple[RunningEngine, Oracle, float]) -> None:
+def test_cached_prefixes(engine: tuple[RunningEngine, Judge]) -> None:
     prompts = [SHARED + tail for tail in random_prompts([3, 60, 130], 6)]
     check(engine, prompts, "cold")
     check(engine, prompts, "warm")
 
 
-def test_many_at_once(engine: tuple[RunningEngine, Oracle, float]) -> None:
+def test_many_at_once(engine: tuple[RunningEngine, Judge]) -> None:
     check(engine, random_prompts(np.random.default_rng(1).integers(1, 600, 200).tolist(), seed=8), "many")
 
 
@@ -155,7 +166,7 @@ def test_smollm2_with_its_real_weights(cache: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = [json.loads(line)["text"] for line in texts.read_text().splitlines()[:4]]
     prompts = [tokenizer(text)["input_ids"][:1000] for text in rows]
-    exact, own = Oracle(folder), Oracle(folder, "bfloat16", "cuda")
+    exact, own = (Oracle(folder, dtype, "cuda") for dtype in ("float32", "bfloat16"))
     vllm = {"max_num_batched_tokens": 512, "gpu_memory_utilization": 0.2, "kv_cache_dtype": cache}
     running = RunningEngine(folder, range(1, 31), dtype="bfloat16", max_model_len=LONG, vllm=vllm)
     results = running.extract(prompts)
@@ -263,8 +274,5 @@ def test_the_whole_run(model: Path, tmp_path: Path) -> None:
     }
     result = rayhs.extract(**settings)
     assert (result.exit_code, result.summary.ok) == (0, 300)
-    dataset, oracle = rayhs.open(result.uri), Oracle(model)
-    for i in range(0, 300, 37):
-        want = oracle.states(prompts[i])
-        for layer, states in dataset[i].hidden_states.items():
-            assert relative_error(states, want[layer]) <= TOLERANCE["bfloat16"]
+    dataset, some = rayhs.open(result.uri), range(0, 300, 37)
+    Judge(model, "bfloat16").check([prompts[i] for i in some], [dataset[i].hidden_states for i in some])

@@ -1,0 +1,171 @@
+"""How fast one replica is up to each stage behind the engine, without Ray: one warm engine for all phases.
+
+    python tests/benchmarks/gpu_stages.py RUN.yaml PHASE... [--samples 2500] [--lengths 512:3584] [--set KEY=VALUE]
+
+``staged`` lets samples go once they are staged; ``checked`` checks them; ``hashed`` also packs and hashes shards, and
+writes them nowhere; ``stored`` is the whole. A phase may be named several times, and with a switch interval of
+Python's threads in seconds (``stored:0.0005``). Prints a JSON line a phase: tokens/s, the replica's metrics, how busy
+its process, the machine's cores and the GPUs were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import uvloop
+
+import rayhs.replica
+from rayhs.bench import Workload, parse_lengths
+from rayhs.config import RunConfig, fake_shape, load_config
+from rayhs.fake import REFUSED_TOKEN
+from rayhs.identity import dataset_record, identity_of
+from rayhs.job import Job
+from rayhs.layers import resolve_layers
+from rayhs.layout import CommitRecord, ShardId, new_attempt
+from rayhs.metrics import Totals
+from rayhs.model import describe_model
+from rayhs.replica import Replica
+from rayhs.shards import GoodSample, PlannedSample, ShardSpec
+from rayhs.store import Store
+from tests.planning import plan_here
+
+PHASES = ("staged", "checked", "hashed", "stored")
+
+
+def unchecked(parts: list[memoryview], planned: PlannedSample, spec: ShardSpec) -> GoodSample:
+    return GoodSample(planned, planned.token_ids, planned.token_ids, {}, "")
+
+
+def unwritten(store: Store, shard: ShardId, results: list[GoodSample], spec: ShardSpec) -> CommitRecord:
+    tokens = [len(one.token_ids) for one in results]
+    same: list[Any] = [None] * len(results)
+    starts, statuses = [0] * len(results), ["ok"] * len(results)
+    index = [one.planned.index for one in results]
+    return CommitRecord.model_construct(
+        shard=str(shard), attempt=new_attempt(), object=None, object_bytes=0, index=index, token_start=starts,
+        num_tokens=tokens, status=statuses, reason=same, checksum=same,
+    )  # fmt: skip
+
+
+def written_nowhere(self: Any, name: str, chunks: Iterable[Any], size: int) -> None:
+    for _ in chunks:
+        pass
+
+
+def patches(phase: str) -> list[Any]:
+    found = []
+    if phase == "staged":
+        found.append(mock.patch.object(rayhs.replica, "read_staged", unchecked))
+    if phase in ("staged", "checked"):
+        found.append(mock.patch.object(rayhs.replica, "write_shard", unwritten))
+    if phase == "hashed":
+        found.append(mock.patch("rayhs.store.local.LocalFolderStore.put_stream", written_nowhere))
+    return found
+
+
+class Busy:
+    """Share of the cores in use, cores this process uses, and what nvidia-smi says, from the start to `end`."""
+
+    def __init__(self) -> None:
+        self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        query = ["--query-gpu=utilization.gpu,clocks.sm", "--format=csv,noheader,nounits", "-lms", "200"]
+        self._smi = subprocess.Popen(["nvidia-smi", *query], stdout=self._log)
+        self._before = self._now()
+
+    def _now(self) -> tuple[float, float, float, float]:
+        fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        times = os.times()
+        return time.perf_counter(), sum(fields), fields[3] + fields[4], times.user + times.system
+
+    def end(self) -> dict[str, Any]:
+        wall, total, idle, own = (b - a for a, b in zip(self._before, self._now(), strict=True))
+        self._smi.terminate()
+        self._smi.wait()
+        rows = [line.split(", ") for line in Path(self._log.name).read_text().splitlines() if "," in line]
+        gpu, clock = ([float(row[i]) for row in rows] or [0.0] for i in (0, 1))
+        return {
+            "cores_busy": round(1 - idle / total, 3),
+            "own_cores": round(own / wall, 2),
+            "gpu_percent": round(sum(gpu) / len(gpu), 1),
+            "clock_mhz": round(sum(clock) / len(clock)),
+        }
+
+
+async def run(job: Job, shards: list[list[ShardId]], phases: list[str]) -> None:
+    async def warm() -> None:
+        pass
+
+    replica = Replica(job, begin=warm)
+    await replica.ready()
+    before: Totals = {}
+    for phase, mine in zip(phases, shards, strict=True):
+        at_once = asyncio.Semaphore(job.shards_in_flight)
+
+        async def one(shard: ShardId, at_once: asyncio.Semaphore = at_once) -> int:
+            async with at_once:
+                receipt = await replica.run_shard(shard)
+            assert not receipt.error, receipt.error
+            return receipt.tokens
+
+        kind, _, interval = phase.partition(":")
+        sys.setswitchinterval(float(interval or 0.005))
+        for patch in (active := patches(kind)):
+            patch.start()
+        busy, begun = Busy(), time.perf_counter()
+        tokens = sum(await asyncio.gather(*map(one, mine)))
+        seconds = time.perf_counter() - begun
+        for patch in active:
+            patch.stop()
+        after = {key: tuple(value) for key, value in replica._all_metrics().items()}
+        stages = {key: round(value[0] - before.get(key, (0.0, 0))[0], 2) for key, value in after.items()}
+        before = after
+        replica._store.delete([name for name, _ in replica._store.list("") if name.endswith(".safetensors")])
+        line = {"phase": phase, "tokens_per_second": round(tokens / seconds), "seconds": round(seconds, 2)}
+        print(json.dumps({**line, **busy.end(), "stages": stages}), flush=True)
+    await replica.stop()
+
+
+def prepared(config: RunConfig, workload: Workload, output: str) -> Job:
+    model = describe_model(config)
+    vocabulary = REFUSED_TOKEN if fake_shape(config.model) else model.vocab_size
+    rows = [{"ids": prompt} for prompt in workload.prompts(vocabulary)]
+    prompts = {"rows": rows, "token_ids": "ids"}
+    changed = {**config.model_dump(exclude={"prompts"}), "prompts": prompts, "output": output}
+    config = RunConfig.model_validate(changed)
+    layers = resolve_layers(config.layers, model.num_layers)
+    plan, _ = plan_here(config, layers)
+    return Job(config, model, dataset_record(identity_of(config, model, layers), plan), measured=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("phases", nargs="+", metavar="PHASE")
+    parser.add_argument("--samples", type=int, default=2500)
+    parser.add_argument("--lengths", default="512:3584")
+    parser.add_argument("--set", action="append", default=[])
+    chosen = parser.parse_args()
+    if unknown := {phase.partition(":")[0] for phase in chosen.phases} - set(PHASES):
+        parser.error(f"no such phase: {', '.join(sorted(unknown))}; there are {', '.join(PHASES)}")
+    count = len(chosen.phases)
+    workload = Workload(count * chosen.samples, *parse_lengths(chosen.lengths))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as output:
+        job = prepared(load_config(chosen.run, chosen.set), workload, output)
+        ids = job.dataset.plan.shard_ids()
+        share = len(ids) // count
+        uvloop.run(run(job, [ids[i * share : (i + 1) * share] for i in range(count)], chosen.phases))
+
+
+if __name__ == "__main__":
+    main()
