@@ -25,6 +25,7 @@ from unittest import mock
 
 import uvloop
 
+import rayhs.engine
 import rayhs.replica
 from rayhs.bench import Workload, parse_lengths
 from rayhs.config import RunConfig, fake_shape, load_config
@@ -40,6 +41,7 @@ from rayhs.shards import GoodSample, PlannedSample, ShardSpec
 from rayhs.store import Store
 from tests.planning import plan_here
 
+STEPS_FILE = "RAYHS_STEPS"  # as times_steps.py, which only vLLM can import
 PHASES = ("staged", "checked", "hashed", "stored")
 
 
@@ -131,7 +133,12 @@ async def run(job: Job, shards: list[list[ShardId]], phases: list[str]) -> None:
         stages = {key: round(value[0] - before.get(key, (0.0, 0))[0], 2) for key, value in after.items()}
         before = after
         replica._store.delete([name for name, _ in replica._store.list("") if name.endswith(".safetensors")])
-        line = {"phase": phase, "tokens_per_second": round(tokens / seconds), "seconds": round(seconds, 2)}
+        line = {
+            "phase": phase,
+            "begun": round(time.time() - seconds, 2),
+            "tokens_per_second": round(tokens / seconds),
+            "seconds": round(seconds, 2),
+        }
         print(json.dumps({**line, **busy.end(), "stages": stages}), flush=True)
     await replica.stop()
 
@@ -155,11 +162,17 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2500)
     parser.add_argument("--lengths", default="512:3584")
     parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--steps", help="also time every forward, and write what times_steps.py says to STEPS.RANK")
     chosen = parser.parse_args()
     if unknown := {phase.partition(":")[0] for phase in chosen.phases} - set(PHASES):
         parser.error(f"no such phase: {', '.join(sorted(unknown))}; there are {', '.join(PHASES)}")
     count = len(chosen.phases)
     workload = Workload(count * chosen.samples, *parse_lengths(chosen.lengths))
+    if chosen.steps:
+        os.environ[STEPS_FILE] = chosen.steps
+        timed = {"kv_connector": "TimesSteps", "kv_connector_module_path": "tests.benchmarks.times_steps"}
+        ours = rayhs.engine.kv_transfer_config
+        mock.patch("rayhs.engine.kv_transfer_config", lambda *a, **k: {**ours(*a, **k), **timed}).start()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as output:
         job = prepared(load_config(chosen.run, chosen.set), workload, output)
         ids = job.dataset.plan.shard_ids()
