@@ -56,7 +56,7 @@ class CudaCopier:
         self._written = torch.cuda.Event()
         # Ahead of the forward's kernels, which would else hold the few small ones up.
         self._stream = torch.cuda.Stream(device=cache.tensor.device, priority=-1)
-        self._gather(torch.zeros(1, dtype=torch.long, device=cache.tensor.device), 1)  # compiled before the first sample
+        self._gather(torch.zeros(1, dtype=torch.long, device=cache.tensor.device), 1)  # so that it is compiled
         self._arena = _register(area)
         self._pinned = _PinnedWriters(layout, area, self._piece_blocks * cache.block_size, pinned_bytes, metrics)
         self._waiting: deque[_Transfer] = deque()

@@ -5,7 +5,7 @@
 ``staged`` lets samples go once they are staged; ``checked`` checks them; ``hashed`` also packs and hashes shards, and
 writes them nowhere; ``stored`` is the whole. A phase may be named several times, and with a switch interval of
 Python's threads in seconds (``stored:0.0005``). Prints a JSON line a phase: tokens/s, the replica's metrics, how busy
-its process, the machine's cores and the GPUs were.
+its process and the machine's cores were.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import uvloop
 
 import rayhs.engine
@@ -76,40 +76,41 @@ def patches(phase: str) -> list[Any]:
     return found
 
 
-class Busy:
-    """Share of the cores in use, cores this process uses, and what nvidia-smi says, from the start to `end`."""
-
-    def __init__(self) -> None:
-        self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115
-        query = ["--query-gpu=utilization.gpu,clocks.sm", "--format=csv,noheader,nounits", "-lms", "200"]
-        self._smi = subprocess.Popen(["nvidia-smi", *query], stdout=self._log)
-        self._before = self._now()
-
-    def _now(self) -> tuple[float, float, float, float]:
-        fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        times = os.times()
-        return time.perf_counter(), sum(fields), fields[3] + fields[4], times.user + times.system
-
-    def end(self) -> dict[str, Any]:
-        wall, total, idle, own = (b - a for a, b in zip(self._before, self._now(), strict=True))
-        self._smi.terminate()
-        self._smi.wait()
-        rows = [line.split(", ") for line in Path(self._log.name).read_text().splitlines() if "," in line]
-        gpu, clock = ([float(row[i]) for row in rows] or [0.0] for i in (0, 1))
-        return {
-            "cores_busy": round(1 - idle / total, 3),
-            "own_cores": round(own / wall, 2),
-            "gpu_percent": round(sum(gpu) / len(gpu), 1),
-            "clock_mhz": round(sum(clock) / len(clock)),
-        }
+def busy() -> tuple[float, float, float, float]:
+    """Now, the jiffies of all cores and of the idle ones, and the CPU seconds of this process."""
+    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    times = os.times()
+    return time.perf_counter(), sum(fields), fields[3] + fields[4], times.user + times.system
 
 
-async def run(job: Job, shards: list[list[ShardId]], phases: list[str]) -> None:
+def since(before: tuple[float, ...]) -> dict[str, float]:
+    wall, total, idle, own = (b - a for a, b in zip(before, busy(), strict=True))
+    return {"cores_busy": round(1 - idle / total, 3), "own_cores": round(own / wall, 2)}
+
+
+def pin(cores_each: int) -> None:
+    """Give each of vLLM's processes, children of this one, cores of its own, and this one the rest."""
+    first, last = 0, os.cpu_count() or 1
+    for process in psutil.Process().children(recursive=True):
+        if "VLLM::" in " ".join(process.cmdline()):
+            _bind(process, set(range(first, first + cores_each)))
+            first += cores_each
+    _bind(psutil.Process(), set(range(first, last)))
+
+
+def _bind(process: psutil.Process, cores: set[int]) -> None:
+    for thread in process.threads():
+        os.sched_setaffinity(thread.id, cores)
+
+
+async def run(job: Job, shards: list[list[ShardId]], phases: list[str], cores_each: int) -> None:
     async def warm() -> None:
         pass
 
     replica = Replica(job, begin=warm)
     await replica.ready()
+    if cores_each:
+        pin(cores_each)
     before: Totals = {}
     for phase, mine in zip(phases, shards, strict=True):
         at_once = asyncio.Semaphore(job.shards_in_flight)
@@ -124,7 +125,7 @@ async def run(job: Job, shards: list[list[ShardId]], phases: list[str]) -> None:
         sys.setswitchinterval(float(interval or 0.005))
         for patch in (active := patches(kind)):
             patch.start()
-        busy, begun = Busy(), time.perf_counter()
+        before_it, begun = busy(), time.perf_counter()
         tokens = sum(await asyncio.gather(*map(one, mine)))
         seconds = time.perf_counter() - begun
         for patch in active:
@@ -139,7 +140,7 @@ async def run(job: Job, shards: list[list[ShardId]], phases: list[str]) -> None:
             "tokens_per_second": round(tokens / seconds),
             "seconds": round(seconds, 2),
         }
-        print(json.dumps({**line, **busy.end(), "stages": stages}), flush=True)
+        print(json.dumps({**line, **since(before_it), "stages": stages}), flush=True)
     await replica.stop()
 
 
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2500)
     parser.add_argument("--lengths", default="512:3584")
     parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--pin", type=int, default=0, metavar="CORES", help="each vLLM process on as many of its own")
     parser.add_argument("--steps", help="also time every forward, and write what times_steps.py says to STEPS.RANK")
     chosen = parser.parse_args()
     if unknown := {phase.partition(":")[0] for phase in chosen.phases} - set(PHASES):
@@ -177,7 +179,7 @@ def main() -> None:
         job = prepared(load_config(chosen.run, chosen.set), workload, output)
         ids = job.dataset.plan.shard_ids()
         share = len(ids) // count
-        uvloop.run(run(job, [ids[i * share : (i + 1) * share] for i in range(count)], chosen.phases))
+        uvloop.run(run(job, [ids[i * share : (i + 1) * share] for i in range(count)], chosen.phases, chosen.pin))
 
 
 if __name__ == "__main__":
