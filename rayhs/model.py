@@ -123,7 +123,7 @@ def _describe_real(config: RunConfig) -> ModelInfo:
         vocab_size=_size(config, text, "vocab_size"),
         dtype=_dtype(config, whole, text),
         max_positions=_positions(config, text),
-        model_hash=_model_hash(config.model, whole),
+        model_hash=model_hash(config.model, whole),
         tokenizer_hash=tokenizer_hash,
         chat_template_hash=template_hash,
     )
@@ -176,7 +176,8 @@ def _dtype(config: RunConfig, whole: Any, text: Any) -> str:
     )
 
 
-def _model_hash(name: str, whole: Any) -> str:
+def model_hash(name: str, whole: Any) -> str:
+    """Of the configuration ``whole``; of a model in a folder of pieces of its weights, too."""
     digest = xxhash.xxh3_128(json.dumps(_stable(whole.to_dict()), sort_keys=True, default=str).encode())
     folder = Path(name)
     if folder.is_dir():

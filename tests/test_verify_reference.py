@@ -131,7 +131,7 @@ def test_the_final_norm_is_found_in_other_families(tmp_path: Path) -> None:
         (GPTNeoXConfig(**small, intermediate_size=8), "gpt_neox.final_layer_norm"),
     ):
         network = AutoModelForCausalLM.from_config(config)
-        assert final_norm(network) is network.get_submodule(name)
+        assert final_norm(network) == (name, network.get_submodule(name))
     with pytest.raises(ConfigError, match="no final norm"):
         final_norm(torch.nn.Linear(2, 2))
 

@@ -17,19 +17,9 @@ import typer
 from typer.core import TyperGroup
 
 from rayhs import __version__, log
-from rayhs.config import StorageConfig
+from rayhs.cli.arguments import Into, Json, Override, RunFile
+from rayhs.cli.datasets import verbs
 from rayhs.errors import EXIT_INTERRUPTED, ConfigError, RayhsError
-
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)]
-Override = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key: --set engine.dtype=float32.")
-]
-Uri = Annotated[str, typer.Argument(metavar="URI", help="A folder or s3://bucket/prefix.", show_default=False)]
-Into = Annotated[str | None, typer.Option(metavar="URI", help="Another place than the run file's output.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
-Endpoint = Annotated[str | None, typer.Option(help="S3 endpoint URL, for servers other than AWS.")]
-Region = Annotated[str | None, typer.Option(help="S3 region.")]
-Profile = Annotated[str | None, typer.Option(help="Profile in the AWS configuration files.")]
 
 
 class _Group(TyperGroup):
@@ -44,7 +34,7 @@ class _Group(TyperGroup):
             typer.echo(f"rayhs: {error}", err=True)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            goes_on = ctx.invoked_subcommand in ("extract", "plan", "demo")
+            goes_on = ctx.invoked_subcommand in ("extract", "plan", "demo", "export")
             typer.echo("rayhs: interrupted" + "; run the same command again to go on" * goes_on, err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
@@ -216,108 +206,4 @@ def demo(
     raise typer.Exit(result.exit_code or checked.exit_code)
 
 
-@app.command()
-def status(
-    uri: Uri, json: Json = False, endpoint: Endpoint = None, region: Region = None, profile: Profile = None
-) -> None:
-    """How far a dataset is, finished or not."""
-    from rayhs import report
-    from rayhs.cli.output import print_json, print_status
-
-    result = report.status(_open(uri, endpoint, region, profile))
-    if json:
-        print_json(result.to_dict())
-    else:
-        print_status(result)
-
-
-@app.command()
-def failures(
-    uri: Uri, json: Json = False, endpoint: Endpoint = None, region: Region = None, profile: Profile = None
-) -> None:
-    """The samples without states, with their reasons."""
-    from rayhs import report
-    from rayhs.cli.output import print_failures, print_json
-
-    store = _open(uri, endpoint, region, profile)
-    rows = report.failures(store)
-    if json:
-        print_json({"uri": store.uri, "failures": list(rows)})
-    else:
-        print_failures(rows)
-
-
-@app.command()
-def verify(
-    uri: Uri,
-    reference: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Recompute samples with this transformers model and compare.")
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="How many samples to compare with the reference.")] = 8,
-    json: Json = False,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-) -> None:
-    """Read every object and check it; exits with 4 where something is damaged or missing."""
-    from rayhs.cli.output import print_json, print_verify
-    from rayhs.cli.progress import VerifyProgress
-    from rayhs.verify import verify as run_verify
-
-    store = _open(uri, endpoint, region, profile)
-    with VerifyProgress() as progress:
-        report = run_verify(store, reference=reference, samples=samples, on_progress=progress)
-    if json:
-        print_json(report.to_dict())
-    else:
-        print_verify(report)
-    raise typer.Exit(report.exit_code)
-
-
-@app.command()
-def gc(
-    uri: Uri,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
-    older_than: Annotated[
-        str, typer.Option(metavar="AGE", help="Such as 30m, 6h, 2d. Below 6h no run into URI may be going on.")
-    ] = "6h",
-    json: Json = False,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-) -> None:
-    """Remove what is no part of the dataset: objects of attempts that lost, unfinished uploads."""
-    from rayhs.cli.output import print_gc, print_json
-    from rayhs.gc import collect, parse_age
-
-    report = collect(_open(uri, endpoint, region, profile), older_than=parse_age(older_than), dry_run=dry_run)
-    if json:
-        print_json(report.to_dict())
-    else:
-        print_gc(report)
-
-
-@app.command()
-def show(
-    uri: Uri,
-    sample: Annotated[str | None, typer.Argument(help="A sample id or position; default the first good one.")] = None,
-    json: Json = False,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-) -> None:
-    """The identity of a dataset and one sample of it."""
-    from rayhs import report
-    from rayhs.cli.output import print_json, print_show
-
-    result = report.show(_open(uri, endpoint, region, profile), sample)
-    if json:
-        print_json(result)
-    else:
-        print_show(result)
-
-
-def _open(uri: str, endpoint: str | None, region: str | None, profile: str | None) -> Any:
-    from rayhs.store import open_store
-
-    return open_store(uri, StorageConfig(endpoint=endpoint, region=region, profile=profile))
+app.add_typer(verbs)

@@ -80,7 +80,7 @@ def print_run(result: RunResult, out: TextIO) -> None:
     }
     if summary.failed or summary.rejected:
         rows["list them"] = f"rayhs failures {shlex.quote(result.uri)}"
-    _print_pairs(rows, out)
+    print_pairs(rows, out)
 
 
 def print_plan(result: PlanResult, out: TextIO) -> None:
@@ -94,7 +94,7 @@ def print_plan(result: PlanResult, out: TextIO) -> None:
         "shards": f"{result.shards:,}",
         "output": result.uri,
     }
-    _print_pairs(rows, out)
+    print_pairs(rows, out)
 
 
 def print_bench(report: BenchReport, out: TextIO) -> None:
@@ -110,7 +110,7 @@ def print_bench(report: BenchReport, out: TextIO) -> None:
         "stock": _rates(report.stock) + stock,
         "bottleneck": report.bottleneck,
     }
-    _print_pairs({key: value for key, value in rows.items() if value}, out)
+    print_pairs({key: value for key, value in rows.items() if value}, out)
     table = Table("stage", "seconds", "of the run", "moved", "a second", box=None)
     for stage in report.stages:
         rate = nbytes(stage.bytes / stage.seconds) if stage.bytes and stage.seconds else ""
@@ -139,7 +139,7 @@ def print_status(result: StatusReport) -> None:
         **_reasons(result.reasons),
         **_errors(result.errors),
     }
-    _print_pairs(rows)
+    print_pairs(rows)
 
 
 def print_failures(rows: Iterable[Mapping[str, Any]]) -> None:
@@ -185,7 +185,7 @@ def print_verify(report: VerifyReport, out: TextIO | None = None) -> None:
             mark = "over" if layer in report.reference.over_limit else "within"
             worst = f"worst token {report.reference.worst[layer]:.2e}"
             rows[f"  layer {layer}"] = f"relative error {error:.2e}, {worst}: {mark} the limits {limits}"
-    _print_pairs(rows, file)
+    print_pairs(rows, file)
 
 
 def print_gc(report: GcReport) -> None:
@@ -200,14 +200,14 @@ def print_gc(report: GcReport) -> None:
     }
     if report.damaged:
         rows["undecided"] = f"{report.damaged:,} left, the commit records of their shards are damaged"
-    _print_pairs(rows)
+    print_pairs(rows)
 
 
 def print_show(result: Mapping[str, Any], out: TextIO | None = None) -> None:
     file = out or sys.stdout
     identity, sample = result["identity"], result["sample"]
     shown = {key: _short(value) for key, value in identity.items()}
-    _print_pairs(shown, file)
+    print_pairs(shown, file)
     file.write("\n")
     if sample is None:
         file.write("no good sample\n")
@@ -221,7 +221,7 @@ def print_show(result: Mapping[str, Any], out: TextIO | None = None) -> None:
     for layer, found in sample["layers"].items():
         shape = " x ".join(map(str, found["shape"]))
         rows[f"layer {layer}"] = f"{shape}, norm {found['norm_mean']:.4g} on average, {found['norm_max']:.4g} at most"
-    _print_pairs(rows, file)
+    print_pairs(rows, file)
 
 
 def _short(value: Any) -> str:
@@ -244,7 +244,7 @@ def _reasons(reasons: Mapping[str, int]) -> dict[str, str]:
     return {f"  {_short(reason) or 'no reason'}": f"{count:,}" for reason, count in ordered[:10]}
 
 
-def _print_pairs(rows: Mapping[str, str], out: TextIO | None = None) -> None:
+def print_pairs(rows: Mapping[str, str], out: TextIO | None = None) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", overflow="fold")
     table.add_column(overflow="fold")

@@ -29,7 +29,7 @@ _UNITS = {
 }
 
 
-class _Display:
+class Display:
     """One phase at a time, as a bar or as lines."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class _Display:
                     self._print()
 
 
-class RunProgress(_Display):
+class RunProgress(Display):
     """Shows the `rayhs.tally.Progress` records of a run; call it with each."""
 
     def __enter__(self) -> RunProgress:
@@ -128,7 +128,7 @@ class RunProgress(_Display):
         return ", ".join(parts) or "..."
 
 
-class VerifyProgress(_Display):
+class VerifyProgress(Display):
     """Shows shards checked and bytes read; call it with both."""
 
     def __enter__(self) -> VerifyProgress:

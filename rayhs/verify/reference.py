@@ -13,6 +13,7 @@ import numpy as np
 from rayhs.codec import FP8, Array
 from rayhs.config import fake_shape
 from rayhs.errors import ConfigError, one_line
+from rayhs.final_norm import final_norm
 from rayhs.layout import DatasetRecord
 from rayhs.reading.shard_reader import ShardReader
 from rayhs.store import Store
@@ -107,26 +108,6 @@ def token_errors(stored: Array, reference: Array) -> Array:
     return errors
 
 
-def final_norm(network: torch.nn.Module) -> torch.nn.Module:
-    """The norm after the last decoder layer: the last norm of the base model outside any layer list.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    import torch
-
-    base = getattr(network, "base_model", network)
-    inside = tuple(name for name, module in base.named_modules() if isinstance(module, torch.nn.ModuleList))
-    norms = [
-        module
-        for name, module in base.named_modules()
-        if "norm" in type(module).__name__.lower() and not any(name.startswith(f"{i}.") for i in inside)
-    ]
-    if not norms:
-        raise ConfigError(f"--reference: no final norm found in {type(network).__name__}")
-    return norms[-1]
-
-
 def refuse_unlike(record: DatasetRecord, model: str) -> None:
     """Look at the model's config alone.
 
@@ -171,7 +152,7 @@ def _load(record: DatasetRecord, model: str) -> tuple[Any, torch.nn.Module]:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"--reference {model}: {one_line(error, 200)}") from None
     network = network.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    return network, final_norm(network)
+    return network, final_norm(network)[1]
 
 
 def _states(network: Any, norm: torch.nn.Module, token_ids: Array, record: DatasetRecord) -> dict[int, Array]:

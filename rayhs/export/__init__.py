@@ -1,0 +1,120 @@
+"""A dataset in the formats that trainers read. One module a consumer; `EXPORTERS` names them.
+
+Each has ``ABOUT``, ``Options``, and ``export(dataset, target, options)``, which writes all files but the manifest and
+returns what to note in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+
+from rayhs.config import StorageConfig
+from rayhs.dataset import Dataset
+from rayhs.errors import ConfigError
+from rayhs.export.options import About, parse_options
+from rayhs.export.target import OnProgress, open_target
+from rayhs.versions import installed_versions
+
+EXPORTERS = ("speculators", "vllm")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """An export that is complete.
+
+    ``samples`` are exported, ``skipped`` had no states; ``files`` and ``nbytes`` are all there is, ``written`` the
+    files of this call. ``notes`` are what the exporter wrote into the manifest beside.
+    """
+
+    format: str
+    uri: str
+    samples: int
+    skipped: int
+    files: int
+    nbytes: int
+    written: int
+    notes: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def about(name: str) -> About:
+    """What the exporter needs, writes and converts; raises ConfigError for an unknown name."""
+    described: About = _module(name).ABOUT
+    return described
+
+
+def option_names(name: str) -> list[str]:
+    return list(_module(name).Options.model_fields)
+
+
+def export_dataset(
+    dataset: Dataset,
+    to: str,
+    uri: str,
+    *,
+    options: Mapping[str, Any] | None = None,
+    storage: StorageConfig | None = None,
+    on_progress: OnProgress = lambda done, total: None,
+) -> ExportReport:
+    """Write the good samples of a complete dataset at ``uri`` as the consumer ``to`` reads them.
+
+    Every file is whole or not there, and ``rayhs-export.json``, written last, says that all are. An export that was
+    interrupted goes on where it stopped; another one into the same place is refused. Memory is that of a few samples.
+
+    Args:
+        dataset: as `rayhs.open` gives it; only its layers are exported.
+        to: one of `EXPORTERS`.
+        uri: a local folder, or ``s3://`` where the consumer can read from there.
+        options: those of the exporter (``Options`` of its module).
+        storage: endpoint, region and profile of the target.
+
+    Raises:
+        ConfigError: unknown exporter or option, a layer that is needed and not stored, or a place with other files.
+        IdentityMismatch: the place holds another export.
+        RayhsError: the dataset can't be read, or the target not be written.
+    """
+    module = _module(to)
+    chosen = parse_options(module.Options, options or {}, to)
+    if not dataset.complete:
+        raise ConfigError(f"{dataset.uri}: not finished; run rayhs extract again, then export")
+    samples = int(dataset.good.sum())
+    if not samples:
+        raise ConfigError(f"{dataset.uri}: no sample has states; nothing to export")
+    identity = _identity(dataset, to, chosen.model_dump(mode="json"), samples)
+    target = open_target(uri, identity, on_progress, storage)
+    notes = module.export(dataset, target, chosen)
+    made = {
+        "source_uri": dataset.uri,
+        "versions": installed_versions(),
+        "exported": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    manifest = target.finish({**notes, **made})
+    skipped = len(dataset) - samples
+    return ExportReport(to, target.uri, samples, skipped, manifest["files"], manifest["bytes"], target.written, notes)
+
+
+def _module(name: str) -> Any:
+    if name not in EXPORTERS:
+        raise ConfigError(f"no exporter {name!r}; there are {', '.join(EXPORTERS)} (rayhs export --list)")
+    return import_module(f"rayhs.export.{name.replace('-', '_')}")
+
+
+def _identity(dataset: Dataset, to: str, options: Mapping[str, Any], samples: int) -> dict[str, Any]:
+    info = dataset.info
+    return {
+        "format": to,
+        "options": dict(options),
+        "model": info.model,
+        "revision": info.revision,
+        "model_hash": info.model_hash,
+        "plan": info.plan.fingerprint,
+        "layers": list(dataset.layers),
+        "dtype": info.dtype,
+        "samples": samples,
+    }

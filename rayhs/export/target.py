@@ -1,0 +1,139 @@
+"""Where an export goes: a folder or bucket of whole files, each written once, and a manifest that says what it is."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from rayhs.config import StorageConfig
+from rayhs.errors import ConfigError, FormatError, IdentityMismatch, ObjectNotFound
+from rayhs.reading.sample import Sample
+from rayhs.store import Store, open_store
+
+if TYPE_CHECKING:
+    from rayhs.dataset import Dataset
+
+MANIFEST = "rayhs-export.json"
+_WRITERS = 8
+_PIECE = 8 * 2**20
+
+OnProgress = Callable[[int, int], None]
+"""Called with how many files of samples are written, and how many there are."""
+
+
+class Target:
+    """The files of one export; safe for any number of threads.
+
+    A file is written whole or not at all, so that what is there is done: an export that was interrupted goes on
+    with what is missing. The manifest is written first, without ``"complete": true``, and last, with it.
+    """
+
+    def __init__(self, store: Store, identity: Mapping[str, Any], on_progress: OnProgress) -> None:
+        """Use `open_target`."""
+        self.uri = store.uri
+        self._store, self._identity, self._on_progress = store, identity, on_progress
+        self._sizes = dict(store.list(""))
+        self.written = 0
+
+    def has(self, name: str) -> bool:
+        return name in self._sizes
+
+    def put(self, name: str, data: bytes) -> None:
+        """Raises StoreError."""
+        self._store.put(name, data)
+        self._sizes[name] = len(data)
+        self.written += 1
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[IO[bytes]]:
+        """A temporary file that becomes ``name`` at the end of the block; for what is too large for memory."""
+        with tempfile.TemporaryFile() as spool:
+            yield spool
+            size = spool.tell()
+            spool.seek(0)
+            self._store.put_stream(name, iter(lambda: spool.read(_PIECE), b""), size)
+        self._sizes[name] = size
+        self.written += 1
+
+    def put_samples(self, dataset: Dataset, name: Callable[[int], str], encode: Callable[[Sample], bytes]) -> None:
+        """One file a good sample, named by its number among them; those that are there already are not read.
+
+        Some sixteen samples are in memory.
+
+        Raises:
+            RayhsError: whatever reading, ``encode`` or writing one raises; those before it stay.
+        """
+        positions = np.flatnonzero(dataset.good).tolist()
+        missing = [number for number in range(len(positions)) if not self.has(name(number))]
+        done, total = len(positions) - len(missing), len(positions)
+        self._on_progress(done, total)
+        pending: deque[Future[None]] = deque()
+
+        def write(number: int, sample: Sample) -> None:
+            self.put(name(number), encode(sample))
+
+        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="rayhs-export") as pool:
+            samples = dataset.samples([positions[number] for number in missing])
+            for number, sample in zip(missing, samples, strict=True):
+                pending.append(pool.submit(write, number, sample))
+                while len(pending) >= _WRITERS or (pending and pending[0].done()):
+                    pending.popleft().result()
+                    done += 1
+                    self._on_progress(done, total)
+            for future in pending:
+                future.result()
+        self._on_progress(total, total)
+
+    def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the manifest, complete: the identity and ``facts``, with the number and bytes of all files."""
+        names = [name for name in self._sizes if name != MANIFEST]
+        totals = {"files": len(names), "bytes": sum(self._sizes[name] for name in names)}
+        manifest = {**self._identity, **facts, **totals, "complete": True}
+        self._store.put(MANIFEST, _json(manifest))
+        return manifest
+
+
+def open_target(
+    uri: str, identity: Mapping[str, Any], on_progress: OnProgress, storage: StorageConfig | None = None
+) -> Target:
+    """Begin an export, or go on with one.
+
+    Raises:
+        ConfigError: there is something else at ``uri``.
+        IdentityMismatch: there is another export; names what differs.
+        StoreError: nothing can be written there.
+    """
+    store = open_store(uri, storage or StorageConfig())
+    store.prepare()
+    try:
+        standing = json.loads(store.get(MANIFEST))
+        if not isinstance(standing, dict):
+            raise ValueError
+    except ObjectNotFound:
+        if next(iter(store.list("")), None) is not None:
+            raise ConfigError(f"{store.uri}: there are files, and not of an export; give an empty folder") from None
+        store.put(MANIFEST, _json({**identity, "complete": False}))
+    except ValueError:
+        raise FormatError(f"{store.uri}/{MANIFEST}: not a JSON object; delete what is there and export again") from None
+    else:
+        _refuse_another(store.uri, standing, identity)
+    return Target(store, identity, on_progress)
+
+
+def _refuse_another(uri: str, standing: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    for key, value in json.loads(_json(identity)).items():
+        if standing.get(key) != value:
+            raise IdentityMismatch(
+                f"{uri}: holds an export with {key} {standing.get(key)}, this one has {value}; give another folder"
+            )
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, indent=1) + "\n").encode()

@@ -1,0 +1,42 @@
+"""Files as vLLM's own `ExampleHiddenStatesConnector` leaves them, for tools made for those.
+
+Source: vLLM 0.33, `example_hidden_states_connector.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rayhs.export.convert import safetensors_bytes, stacked
+from rayhs.export.options import About, ExportOptions
+from rayhs.export.target import Target
+from rayhs.reading.sample import Sample
+
+if TYPE_CHECKING:
+    from rayhs.dataset import Dataset
+
+ABOUT = About(
+    consumer="what reads the files of vLLM's ExampleHiddenStatesConnector (0.33)",
+    needs="nothing",
+    writes="<row>.safetensors with hidden_states [tokens, layers, hidden] and token_ids int64; sample_ids.txt",
+    converts="nothing; float8_e4m3fn dequantised. The files have no loss mask",
+)
+
+
+class Options(ExportOptions):
+    """None: the layers are those of the dataset."""
+
+
+def export(dataset: Dataset, target: Target, options: Options) -> dict[str, Any]:
+    def encode(sample: Sample) -> bytes:
+        tensors = {"hidden_states": stacked(sample, dataset.layers), "token_ids": sample.token_ids.astype(np.int64)}
+        return safetensors_bytes(tensors)
+
+    target.put_samples(dataset, "{}.safetensors".format, encode)
+    good = dataset.index.filter(dataset.good)
+    with target.file("sample_ids.txt") as file:
+        for batch in good.select(["sample_id"]).to_batches():
+            file.write("".join(f"{sample_id}\n" for sample_id in batch.column(0).to_pylist()).encode())
+    return {"layer_ids": list(dataset.layers), "sample_ids": "line i of sample_ids.txt is i.safetensors"}
