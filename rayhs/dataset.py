@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import Any, SupportsIndex, overload
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rayhs.codec import token_bytes
 from rayhs.config import StorageConfig
 from rayhs.errors import ConfigError, IncompleteDataset, SampleError
 from rayhs.layout import DatasetRecord, Summary
+from rayhs.reading.ahead import in_order
 from rayhs.reading.catalog import committed_shards, read_dataset_record, read_summary
+from rayhs.reading.id_lookup import ID_COLUMNS, IdLookup, good_rows
+from rayhs.reading.index_files import IndexFiles
 from rayhs.reading.index_table import partial_index, read_index
 from rayhs.reading.plan_reader import PlanReader
 from rayhs.reading.sample import LayerStates, Sample
 from rayhs.reading.shard_reader import Place, ShardReader, StoredSample
+from rayhs.reading.slices import Slice, as_position
 from rayhs.store import Store, open_store
-
-if TYPE_CHECKING:
-    from rayhs.views.stream import Stream
-    from rayhs.views.torch import Select, TorchView
+from rayhs.views.methods import Views
 
 __all__ = ["Dataset", "Sample", "open_dataset"]
 
@@ -60,8 +58,8 @@ def open_dataset(
     return Dataset(store, record, summary, layers)
 
 
-class Dataset:
-    """Samples of one dataset, by position, by id or one after the other.
+class Dataset(Views):
+    """Samples of one dataset, by position, by id or one after the other; and as other libraries want them (`Views`).
 
     A position is a row of `index`: every planned sample in input order, so in a complete dataset
     position and ``Sample.index`` are the same number. Rows that failed or were rejected keep their
@@ -80,6 +78,7 @@ class Dataset:
         self.layers = _chosen_layers(record, layers)
         self._shards = ShardReader(store, record, self.layers)
         self._plan = PlanReader(store, record.plan)
+        self._index_files = IndexFiles(store, record.plan)
 
     @property
     def uri(self) -> str:
@@ -123,17 +122,32 @@ class Dataset:
 
     def __len__(self) -> int:
         """Number of rows of `index`, those without states included."""
-        return self.info.plan.samples if self.complete else len(self.index)
+        return len(self._index_files) if self.complete else len(self.index)
 
-    def __getitem__(self, position: int) -> Sample:
-        """The sample at ``position``; negative ones count from the end.
+    @overload
+    def __getitem__(self, key: SupportsIndex) -> Sample: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> Slice: ...
+
+    def __getitem__(self, key: SupportsIndex | slice) -> Sample | Slice:
+        """The sample at a position, negative ones from the end; or of a slice, a `Slice`, which reads nothing yet.
+
+        A slice behaves as the dataset does: ``len(ds[2:10])`` counts positions without states too, iterating
+        passes over them.
 
         Raises:
+            TypeError: neither a whole number nor a slice.
             IndexError: no such position.
             SampleError: the sample failed or was rejected; the message has its id and reason.
             FormatError, StoreError: its shard is damaged or can't be read.
+
+        Example:
+            >>> [sample.sample_id for sample in ds[-3:]]
         """
-        return self.read(position)
+        if isinstance(key, slice):
+            return Slice(self, range(len(self))[key])
+        return self.read(as_position(key))
 
     def read(self, position: int, start: int = 0, stop: int | None = None) -> Sample:
         """As ``dataset[position]``, with the tokens ``start`` to ``stop`` (default the last) and their states only.
@@ -145,7 +159,7 @@ class Dataset:
         """
         if not -len(self) <= position < len(self):
             raise IndexError(f"sample {position} of a dataset of {len(self)} samples")
-        row = self._row(position % len(self))
+        row = self.index_row(position % len(self))
         if row["status"] != "ok":
             what = "failed" if row["status"] == "failed" else "was rejected"
             why = row["reason"] or "no reason recorded"
@@ -193,7 +207,7 @@ class Dataset:
 
     def position_of(self, sample_id: str) -> int:
         """The position of the sample of that id; raises KeyError."""
-        position = self._positions.get(sample_id)
+        position = self._ids.find(sample_id, lambda at: str(self.index_row(at)["sample_id"]))
         if position is None:
             raise KeyError(f"no sample {sample_id!r} in {self.uri}")
         return position
@@ -214,108 +228,79 @@ class Dataset:
         if prefetch < 1:
             raise ConfigError(f"prefetch={prefetch}: give at least 1")
         wanted = range(len(self)) if positions is None else positions
-        pending: deque[Future[Sample]] = deque()
-        pool = ThreadPoolExecutor(min(prefetch, 8), thread_name_prefix="rayhs-read")
-        try:
-            for position in wanted:
-                if not self._is_good(position):
-                    continue
-                pending.append(pool.submit(self.__getitem__, position))
-                if len(pending) > prefetch:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    def torch(
-        self, layers: int | Sequence[int] | None = None, *, window: int | None = None, select: Select = "all"
-    ) -> TorchView:
-        """The good samples as a map-style `torch.utils.data.Dataset`, for a DataLoader; needs torch.
-
-        Its items are dictionaries: ``hidden_states`` `[tokens, layers, hidden]` in the stored dtype (float8 ones
-        dequantised), or `[tokens, hidden]` of one layer given as a number; ``token_ids`` int64, ``loss_mask`` bool
-        and ``position_ids`` int64, each `[tokens]`; ``sample_id`` and ``index``. Items are of unlike lengths:
-        batch them with ``collate_fn=rayhs.pad_collate``.
-
-        Args:
-            layers: which to read; default those of this dataset.
-            window: cut samples into items of so many tokens, the last of a sample shorter. Only their bytes are
-                read (of a Parquet shard, those of the whole sample).
-            select: ``loss`` keeps the tokens that the loss counts, possibly none of an item; ``last`` reads the
-                last token of each sample.
-
-        Raises:
-            ConfigError: a layer that is not stored, or other arguments out of range.
-        """
-        from rayhs.views.torch import TorchView
-
-        single = layers if isinstance(layers, int) else None
-        wanted = self if layers is None else self.with_layers([layers] if isinstance(layers, int) else layers)
-        return TorchView(wanted, single, window, select)
-
-    def stream(
-        self,
-        layers: Sequence[int] | None = None,
-        *,
-        shuffle_buffer: int = 0,
-        seed: int = 0,
-        shard: tuple[int, int] = (0, 1),
-    ) -> Stream:
-        """The good samples one after the other, in large reads; for training over much more than fits a cache.
-
-        Each iteration is an epoch, or what is left of one after `rayhs.views.stream.Stream.load_state_dict`. Memory
-        is that of ``shuffle_buffer`` samples and of four reads of 16 MiB.
-
-        Args:
-            layers: which to read; default those of this dataset.
-            shuffle_buffer: shuffle the shards, and the samples of so many that wait in memory. 0: storage order.
-            seed: of the shuffled order, which is another in every epoch.
-            shard: ``(rank, world)``: this is one of ``world`` streams, which share the shards between them. Their
-                lengths differ where the shards do.
-
-        Raises:
-            ConfigError: a layer that is not stored, or other arguments out of range.
-        """
-        from rayhs.views.stream import Stream
-
-        return Stream(self if layers is None else self.with_layers(layers), shuffle_buffer, seed, shard)
+        calls = (partial(self.read, int(position)) for position in wanted if self._is_good(position))
+        return in_order(calls, prefetch, min(prefetch, 8))
 
     def with_layers(self, layers: Sequence[int]) -> Dataset:
         """The same dataset, reading only ``layers``; raises ConfigError for one that is not stored."""
         view = Dataset(self._store, self.info, self.summary, layers)
-        for name in ("index", "_positions", "good"):
+        view._index_files = self._index_files
+        for name in ("index", "_ids", "good"):
             if name in self.__dict__:
                 view.__dict__[name] = self.__dict__[name]
         return view
+
+    def tokens_only(self) -> Dataset:
+        """The same dataset, reading no states: its samples have token ids and loss masks alone."""
+        view = self.with_layers(self.layers)
+        view.layers = ()
+        view._shards = ShardReader(self._store, self.info, ())
+        return view
+
+    def _choose(self, layers: Sequence[int] | None) -> Dataset:
+        return self if layers is None else self.with_layers(layers)
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "unfinished"
         return f"Dataset({self.uri!r}, model={self.model!r}, layers={list(self.layers)}, {self.dtype}, {state})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_positions", "good")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_ids", "good")}
 
     @cached_property
-    def _positions(self) -> dict[str, int]:
-        # Backwards, so that the first row of an id stands; the good ones last, over all others.
-        ids, good = self.index["sample_id"].to_pylist(), self.good.tolist()
-        backwards = range(len(ids) - 1, -1, -1)
-        positions = {ids[i]: i for i in backwards}
-        positions.update((ids[i], i) for i in backwards if good[i])
-        return positions
+    def _ids(self) -> IdLookup:
+        return IdLookup(self.index_tables(ID_COLUMNS))
 
     @cached_property
     def good(self) -> Any:
         """Which rows of `index` have states: numpy bool `[rows]`."""
-        return np.asarray(pc.equal(self.index["status"], "ok"))
+        if "_ids" in self.__dict__:
+            return self._ids.good
+        return np.concatenate([np.zeros(0, bool), *map(good_rows, self.index_tables(["status"]))])
+
+    def index_tables(self, columns: Sequence[str]) -> Iterable[pa.Table]:
+        """`index` in pieces, in order, with ``columns`` at least; no more of it comes into memory than already is.
+
+        Raises:
+            ObjectNotFound, FormatError: a file of the index is missing or damaged, at its turn.
+        """
+        return [self.index] if self._has_index else self._index_files.tables(columns)
+
+    def plan_tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Rows of the plan (`rayhs.layout.SAMPLES_SCHEMA`) in input order, a table a shard; a few are read ahead.
+
+        Raises:
+            ObjectNotFound, FormatError: a file of the plan is missing or damaged, at its turn.
+        """
+        return in_order((partial(self._plan.rows, shard, columns) for shard in self.info.plan.shard_ids()), 8, 4)
+
+    @property
+    def _has_index(self) -> bool:
+        return "index" in self.__dict__ or not self.complete
 
     def _is_good(self, position: int) -> bool:
         if not -len(self) <= position < len(self):
             raise IndexError(f"sample {position} of a dataset of {len(self)} samples")
         return bool(self.good[position])
 
-    def _row(self, position: int) -> dict[str, Any]:
+    def index_row(self, position: int) -> dict[str, Any]:
+        """A row of `index`; of that, no more than the file with the row is read.
+
+        Raises:
+            ObjectNotFound, FormatError: the file is missing or damaged.
+        """
+        if not self._has_index:
+            return self._index_files.row(position)
         rows: list[dict[str, Any]] = self.index.slice(position, 1).to_pylist()
         return rows[0]
 

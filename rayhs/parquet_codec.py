@@ -199,37 +199,50 @@ def _state_type(hidden: int, dtype: str) -> pa.DataType:
 
 def _encode_row(row: ShardRow, layers: Sequence[int], schema: pa.Schema) -> pa.RecordBatch:
     index, sample_id, token_ids, loss_mask, states, scales = row
+    for k in layers:
+        check_value(states[k], sample_id)
     columns = [
         pa.array([index], pa.int64()),
         pa.array([sample_id], pa.string()),
-        _one_list(pa.array(np.asarray(token_ids, np.int32)), _TOKENS),
-        _one_list(pa.array(np.asarray(loss_mask, np.uint8)), _MASK),
+        encode_lists([np.asarray(token_ids, np.int32)], _TOKENS),
+        encode_lists([np.asarray(loss_mask, np.uint8)], _MASK),
     ]
-    columns += [_encode_states(states[k], schema.field(state_name(k)).type, sample_id) for k in layers]
-    columns += [_one_list(pa.array(scales[k]), _SCALES) for k in layers if k in scales]
+    columns += [encode_states([states[k]], schema.field(state_name(k)).type) for k in layers]
+    columns += [encode_lists([scales[k]], _SCALES) for k in layers if k in scales]
     return pa.record_batch(columns, schema=schema)
 
 
-def _encode_states(states: Array, kind: pa.DataType, sample_id: str) -> pa.Array:
-    states = np.ascontiguousarray(states)
+def check_value(states: Array, sample_id: str) -> None:
+    """Raises SampleError for states of one layer that are too large for a value of Parquet or Arrow."""
     if states.nbytes > _MAX_VALUE_BYTES:
         raise SampleError(
             f"sample {sample_id}: {states.nbytes} bytes of states a layer are over Parquet's 2 GiB a value; "
-            "use shards.format: safetensors"
+            "use shards.format: safetensors, and read it by its position"
         )
+
+
+def encode_states(states: Sequence[Array], kind: pa.DataType) -> pa.Array:
+    """A row for each of ``states`` `[tokens, hidden]`, of a type of `shard_schema`; one alone is not copied."""
     if pa.types.is_binary(kind):
-        data = pa.py_buffer(states.view(np.uint8).reshape(-1))
-        return pa.BinaryArray.from_buffers(kind, 1, [None, _offsets(len(data)).buffers()[1], data])
-    values = pa.array(states.reshape(-1))
-    return _one_list(pa.FixedSizeListArray.from_arrays(values, type=kind.value_type), kind)
+        # As bytes: numpy joins the values of ml_dtypes one by one.
+        data = _joined([np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in states])
+        ends = _offsets([part.nbytes for part in states])
+        return pa.BinaryArray.from_buffers(kind, len(states), [None, ends.buffers()[1], pa.py_buffer(data)])
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(_joined(states).reshape(-1)), type=kind.value_type)
+    return pa.ListArray.from_arrays(_offsets([len(part) for part in states]), rows, type=kind)
 
 
-def _one_list(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    return pa.ListArray.from_arrays(_offsets(len(values)), values, type=kind)
+def encode_lists(values: Sequence[Array], kind: pa.DataType) -> pa.Array:
+    """A row for each 1-d array, of a list type of `shard_schema`; one alone is not copied."""
+    return pa.ListArray.from_arrays(_offsets([len(part) for part in values]), pa.array(_joined(values)), type=kind)
 
 
-def _offsets(end: int) -> pa.Array:
-    return pa.array([0, end], pa.int32())
+def _joined(arrays: Sequence[Array]) -> Array:
+    return np.ascontiguousarray(arrays[0]) if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _offsets(lengths: Sequence[int]) -> pa.Array:
+    return pa.array(np.cumsum([0, *lengths]), pa.int32())
 
 
 def _only(column: pa.ChunkedArray) -> pa.Array:

@@ -367,6 +367,7 @@ ds = rayhs.open(sys.argv[1])
 assert sum(len(s.token_ids) for s in ds) > 0 and ds[0].columns and len(ds.index) == 13
 from rayhs.verify import verify
 assert verify(sys.argv[1]).ok
+assert ds.arrow().read_all().num_rows == 11 and len(list(ds[-3:])) == 3
 try:
     ds[0].torch()
 except ImportError:

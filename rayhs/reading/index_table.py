@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayhs import layout
+from rayhs.codec import Array
 from rayhs.errors import FormatError
 from rayhs.layout import CommitRecord, Plan, ShardId
 from rayhs.reading.catalog import read_commits
@@ -51,18 +52,19 @@ def index_rows(rows: pa.Table, commit: CommitRecord | None) -> pa.Table:
     return pa.table(columns, schema=layout.INDEX_SCHEMA)
 
 
-def read_index_file(store: Store, file: int) -> pa.Table:
-    """``index/<file>.parquet`` with INDEX_SCHEMA's columns; raises ObjectNotFound or FormatError."""
+def read_index_file(store: Store, file: int, columns: Sequence[str] = tuple(layout.INDEX_SCHEMA.names)) -> pa.Table:
+    """``index/<file>.parquet`` with ``columns`` of INDEX_SCHEMA; raises ObjectNotFound or FormatError."""
     name = layout.index_name(file)
     data = store.get(name)
     stored = open_table(data, len(data), layout.INDEX_SCHEMA, name)
     view = memoryview(data)
     with parquet_errors(name):
         groups = range(len(stored.groups))
-        table = stored.read(groups, layout.INDEX_SCHEMA.names, lambda rs: [view[at : at + size] for at, size in rs])
-    if any(table[f.name].null_count for f in layout.INDEX_SCHEMA if not f.nullable):
+        table = stored.read(groups, columns, lambda rs: [view[at : at + size] for at, size in rs])
+    schema = pa.schema([layout.INDEX_SCHEMA.field(column) for column in columns])
+    if any(table[field.name].null_count for field in schema if not field.nullable):
         raise FormatError(f"{name}: nulls where there must be none")
-    return table.cast(layout.INDEX_SCHEMA)
+    return table.cast(schema)
 
 
 def read_index(store: Store, plan: Plan) -> pa.Table:
@@ -73,12 +75,24 @@ def read_index(store: Store, plan: Plan) -> pa.Table:
     """
     with ThreadPoolExecutor(_READERS) as pool:
         parts = list(pool.map(lambda file: read_index_file(store, file), range(len(plan.files))))
-    table = pa.concat_tables(parts).combine_chunks() if parts else layout.INDEX_SCHEMA.empty_table()
+    table = _joined(parts)
     index = table["index"].to_numpy()
     if len(index) != plan.samples or not np.array_equal(index, np.arange(plan.samples)):
         raise FormatError(f"{store.uri}: the index is not one row a sample, in order; run rayhs verify {store.uri}")
     check_index(table)
     return table
+
+
+def _joined(parts: list[pa.Table]) -> pa.Table:
+    """One table with one chunk a column; ``parts`` are emptied."""
+    table = pa.concat_tables(parts) if parts else layout.INDEX_SCHEMA.empty_table()
+    parts.clear()
+    columns = []
+    for name in layout.INDEX_SCHEMA.names:
+        # One after the other: else there would be all of the index twice for a moment.
+        columns.append(table[name].combine_chunks())
+        table = table.drop_columns([name])
+    return pa.table(columns, schema=layout.INDEX_SCHEMA)
 
 
 def partial_index(store: Store, plan: PlanReader, shards: Sequence[ShardId]) -> pa.Table:
@@ -87,6 +101,13 @@ def partial_index(store: Store, plan: PlanReader, shards: Sequence[ShardId]) -> 
     commits = read_commits(store, shards)
     parts = [index_rows(plan.rows(shard, columns), commit) for shard, commit in zip(shards, commits, strict=True)]
     return pa.concat_tables(parts).combine_chunks() if parts else layout.INDEX_SCHEMA.empty_table()
+
+
+def good_by_shard(index: pa.Table, good: Array) -> list[Array]:
+    """Positions of the good samples of each shard that has any, shards in the index's order."""
+    positions = np.flatnonzero(good)
+    names = pc.dictionary_encode(index["shard"].combine_chunks()).indices.to_numpy(zero_copy_only=False)[positions]
+    return np.split(positions, np.flatnonzero(np.diff(names)) + 1) if len(positions) else []
 
 
 def check_index(table: pa.Table) -> None:

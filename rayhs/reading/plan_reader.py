@@ -64,14 +64,30 @@ class PlanReader:
     def columns_of(self, index: int) -> dict[str, Any]:
         """The pass-through columns of the input row of sample ``index``."""
         shard, row = self.locate(index)
-        values = self._columns.get(shard, lambda: self.rows(shard, ["columns"]).column(0).to_pylist())
         try:
-            columns = json.loads(values[row] or "{}")
+            columns = json.loads(self._columns_of(shard)[row] or "{}")
         except (ValueError, RecursionError):
             columns = None
         if not isinstance(columns, dict):
             raise FormatError(f"{layout.samples_name(shard.file)}: the columns of sample {index} are not a JSON object")
         return columns
+
+    def columns_json(self, shard: ShardId, indices: Sequence[int]) -> list[str | None]:
+        """The pass-through columns of samples of one shard, each a JSON object as it is stored.
+
+        Raises:
+            FormatError: no such shard in the plan, or a sample that is none of its own.
+        """
+        files = self._plan.files
+        known = shard.file < len(files) and shard.group < len(files[shard.file].shard_tokens)
+        values = self._columns_of(shard) if known else []
+        rows = [index - self.first_index(shard) for index in indices] if known else [-1]
+        if min(rows) < 0 or max(rows) >= len(values):
+            raise FormatError(f"index: samples of another shard are said to be in {shard}")
+        return [values[row] for row in rows]
+
+    def _columns_of(self, shard: ShardId) -> list[str | None]:
+        return self._columns.get(shard, lambda: self.rows(shard, ["columns"]).column(0).to_pylist())
 
     def _file_start(self, file: int) -> int:
         return self._ends[file - 1] if file else 0

@@ -75,13 +75,18 @@ class Sample:
         Raises:
             KeyError: a layer that was not read.
         """
-        import torch
-
         if layer is not None:
             states = self.hidden_states[layer].copy()
         else:
             states = np.stack(list(self.hidden_states.values()), axis=1)
-        if states.dtype.name == "bfloat16":
-            # torch knows no ml_dtypes: carry the bits as 16-bit integers.
-            return torch.from_numpy(states.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(states)
+        return as_tensor(states)
+
+
+def as_tensor(array: Array) -> torch.Tensor:
+    """A torch tensor of the same memory."""
+    import torch
+
+    if array.dtype.name == "bfloat16":
+        # torch knows no ml_dtypes: carry the bits as 16-bit integers.
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -52,7 +52,12 @@ class StoredSample:
 
     def engine_states(self, dtype: str) -> dict[int, Array]:
         """States by layer as they are stored; those of float8_e4m3fn in ``dtype``, the engine's."""
-        return {k: fp8.dequantize(s, self.scales[k], dtype) if self.scales else s for k, s in self.states.items()}
+        return {k: self.engine_state(k, dtype) for k in self.states}
+
+    def engine_state(self, layer: int, dtype: str) -> Array:
+        """As `engine_states`, of one layer."""
+        states = self.states[layer]
+        return fp8.dequantize(states, self.scales[layer], dtype) if self.scales else states
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rayhs.codec import Array
 from rayhs.errors import ConfigError
+from rayhs.reading.ahead import in_order
+from rayhs.reading.index_table import good_by_shard
 from rayhs.reading.sample import Sample
 
 if TYPE_CHECKING:
@@ -111,12 +111,8 @@ class Stream:
 
     def _shards(self) -> list[Array]:
         """Positions of the good samples of each shard of this part."""
-        index = self._dataset.index
-        good = np.flatnonzero(self._dataset.good)
-        names = pc.dictionary_encode(index["shard"].combine_chunks()).indices.to_numpy(zero_copy_only=False)[good]
-        shards = np.split(good, np.flatnonzero(np.diff(names)) + 1) if len(good) else []
         rank, world = self._part
-        return shards[rank::world]
+        return good_by_shard(self._dataset.index, self._dataset.good)[rank::world]
 
     def _orders(self) -> tuple[Array, Array]:
         """Positions as they are handed out in this epoch, and as they are read."""
@@ -130,18 +126,11 @@ class Stream:
 
     def _reads(self, positions: Array) -> Generator[dict[int, Sample], None, None]:
         """Samples by position, in large reads, a few of them ahead."""
-        pending: deque[tuple[list[int], Future[list[Sample]]]] = deque()
+        return in_order((partial(self._read, together) for together in self._cut(positions)), _READS - 1, _READS)
+
+    def _read(self, positions: list[int]) -> dict[int, Sample]:
         copies = self._shuffle_buffer > 0  # else one that waits would hold the memory of all that were read with it
-        pool = ThreadPoolExecutor(_READS, thread_name_prefix="rayhs-stream")
-        try:
-            for together in self._cut(positions):
-                pending.append((together, pool.submit(self._dataset.read_together, together, copies)))
-                if len(pending) >= _READS:
-                    yield _taken(pending)
-            while pending:
-                yield _taken(pending)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        return dict(zip(positions, self._dataset.read_together(positions, copies), strict=True))
 
     def _cut(self, positions: Array) -> Iterator[list[int]]:
         """Positions of one shard that are read together: `READ_BYTES`, or one sample that is larger."""
@@ -160,11 +149,6 @@ class Stream:
                 nbytes, shard = nbytes + size, name
         if together:
             yield together
-
-
-def _taken(pending: deque[tuple[list[int], Future[list[Sample]]]]) -> dict[int, Sample]:
-    positions, read = pending.popleft()
-    return dict(zip(positions, read.result(), strict=True))
 
 
 def _shuffled(read: Array, size: int, rng: np.random.Generator) -> Array:

@@ -1,0 +1,186 @@
+"""The methods of a dataset that give it to other libraries, which are imported when one is called."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from rayhs.layout import DatasetRecord
+from rayhs.reading.index_table import good_by_shard
+from rayhs.store import Store
+
+if TYPE_CHECKING:
+    from ray.data import Dataset as RayDataset
+
+    from rayhs.dataset import Dataset
+    from rayhs.views.arrow import Dtype
+    from rayhs.views.stream import Stream
+    from rayhs.views.torch import Select, TorchView
+
+
+class Views(ABC):
+    """What `rayhs.Dataset` inherits: its good samples in the forms of torch, Arrow, Ray Data and SQL engines."""
+
+    _store: Store
+    info: DatasetRecord
+    layers: tuple[int, ...]
+    index: Any
+    good: Any
+
+    @abstractmethod
+    def with_layers(self, layers: Sequence[int]) -> Dataset: ...
+
+    @abstractmethod
+    def _choose(self, layers: Sequence[int] | None) -> Dataset: ...
+
+    def torch(
+        self, layers: int | Sequence[int] | None = None, *, window: int | None = None, select: Select = "all"
+    ) -> TorchView:
+        """The good samples as a map-style `torch.utils.data.Dataset`, for a DataLoader; needs torch.
+
+        Its items are dictionaries: ``hidden_states`` `[tokens, layers, hidden]` in the stored dtype (float8 ones
+        dequantised), or `[tokens, hidden]` of one layer given as a number; ``token_ids`` int64, ``loss_mask`` bool
+        and ``position_ids`` int64, each `[tokens]`; ``sample_id`` and ``index``. Items are of unlike lengths:
+        batch them with ``collate_fn=rayhs.pad_collate``.
+
+        Args:
+            layers: which to read; default those of this dataset.
+            window: cut samples into items of so many tokens, the last of a sample shorter. Only their bytes are
+                read (of a Parquet shard, those of the whole sample).
+            select: ``loss`` keeps the tokens that the loss counts, possibly none of an item; ``last`` reads the
+                last token of each sample.
+
+        Raises:
+            ConfigError: a layer that is not stored, or other arguments out of range.
+        """
+        from rayhs.views.torch import TorchView
+
+        single = layers if isinstance(layers, int) else None
+        wanted = self._choose([layers] if isinstance(layers, int) else layers)
+        return TorchView(wanted, single, window, select)
+
+    def stream(
+        self,
+        layers: Sequence[int] | None = None,
+        *,
+        shuffle_buffer: int = 0,
+        seed: int = 0,
+        shard: tuple[int, int] = (0, 1),
+    ) -> Stream:
+        """The good samples one after the other, in large reads; for training over much more than fits a cache.
+
+        Each iteration is an epoch, or what is left of one after `rayhs.views.stream.Stream.load_state_dict`. Memory
+        is that of ``shuffle_buffer`` samples and of four reads of 16 MiB.
+
+        Args:
+            layers: which to read; default those of this dataset.
+            shuffle_buffer: shuffle the shards, and the samples of so many that wait in memory. 0: storage order.
+            seed: of the shuffled order, which is another in every epoch.
+            shard: ``(rank, world)``: this is one of ``world`` streams, which share the shards between them. Their
+                lengths differ where the shards do.
+
+        Raises:
+            ConfigError: a layer that is not stored, or other arguments out of range.
+        """
+        from rayhs.views.stream import Stream
+
+        return Stream(self._choose(layers), shuffle_buffer, seed, shard)
+
+    def arrow(
+        self,
+        layers: Sequence[int] | None = None,
+        *,
+        states: bool = True,
+        columns: Sequence[str] | None = None,
+        dtype: Dtype = "stored",
+    ) -> pa.RecordBatchReader:
+        """The good samples as Arrow record batches, a row a sample, read as they are asked for; once through.
+
+        Columns, of the types that Parquet shards have, whatever the format of this dataset's:
+
+        - those of `index`; ``columns``, the input row's other columns as a JSON object
+        - ``token_ids`` list<int32> `[tokens]`, ``loss_mask`` list<uint8> `[tokens]`
+        - ``hidden_states.<k>`` for each layer: float32 and float16 as list<fixed_size_list> `[tokens][hidden]`;
+          bfloat16 and float8_e4m3fn, which Arrow has not, as little-endian bytes. The field's metadata has
+          ``dtype`` and ``shape``
+        - ``hidden_scales.<k>`` list<float32> `[tokens]` of float8_e4m3fn: a state is its value times its token's
+
+        Batches are of one shard and of about 16 MiB, or of one larger sample; three are read ahead. Engines that
+        drop columns of a reader, as DuckDB does, drop them after the read: choose here what is read.
+
+        Args:
+            layers: which to read; default those of this dataset.
+            states: False reads none.
+            columns: which of the others; default all. Where only columns of the index are left, no shard is read.
+            dtype: of the states: ``stored``; ``float32``, which holds every stored dtype exactly, for SQL on
+                states (DuckDB takes no float16); ``float16``, where states beyond 65504 become infinite.
+
+        Raises:
+            ConfigError: a layer that is not stored, an unknown column or dtype, or no column.
+            SampleError, FormatError, StoreError: while reading, of a shard that is damaged or lost.
+
+        Example:
+            >>> rows = ds.arrow(layers=[15], dtype="float32")
+            >>> duckdb.sql('select sample_id, "hidden_states.15"[num_tokens] from rows where num_tokens > 512')
+        """
+        from rayhs.views.arrow import make_reader, record_batches
+
+        wanted = self._choose(layers).layers if states else ()
+        return record_batches(make_reader(self._store, self.info, wanted, columns, dtype), self.index, self.good)
+
+    def ray(
+        self,
+        layers: Sequence[int] | None = None,
+        *,
+        states: bool = True,
+        columns: Sequence[str] | None = None,
+        dtype: Dtype | None = None,
+        **options: Any,
+    ) -> RayDataset:
+        """The good samples as a `ray.data.Dataset`, a row a sample, read by one task a shard; needs Ray.
+
+        Columns are those of `arrow`, but ``hidden_states.<k>`` are tensors: `[tokens, hidden]` in a row, an object
+        array of such in a batch of numpy. Ray's tensors have neither bfloat16 nor float8, so these states come as
+        float32, which holds them exactly. A task hands on blocks of about 16 MiB, or of one larger sample.
+        Of the layers chosen here only those are read that a ``select_columns`` right behind leaves, and no shard for
+        columns of the index alone. Workers find the store's credentials where they run.
+
+        Args:
+            layers: which to read; default those of this dataset.
+            states: False reads none.
+            columns: which of the others; default all.
+            dtype: of the states: ``float32``; ``float16``, where states beyond 65504 become infinite; ``stored``,
+                which is no tensor but what `arrow` has, half the size of float32 for bfloat16. Default: as
+                stored where that is float32 or float16, else float32.
+            options: of `ray.data.read_datasource`, such as ``concurrency``.
+
+        Raises:
+            ConfigError: a layer that is not stored, an unknown column or dtype, or no column.
+            RayTaskError: while reading, of a shard that is damaged or lost; it is our error, too.
+
+        Example:
+            >>> rows = ds.ray(layers=[15], columns=["sample_id"])
+            >>> rows.map_batches(lambda batch: {"norm": [np.linalg.norm(s) for s in batch["hidden_states.15"]]})
+        """
+        from rayhs.views.arrow import shard_rows
+        from rayhs.views.ray import make_reader, read_rows
+
+        wanted = self._choose(layers).layers if states else ()
+        reader = make_reader(self._store, self.info, wanted, columns, dtype)
+        return read_rows(reader, list(shard_rows(self.index, self.good)), self._store.uri, **options)
+
+    def shard_uris(self) -> list[str]:
+        """Addresses of the objects that hold the good samples, in order: those committed, and no others.
+
+        Beside them may lie objects of attempts that lost or never ended, so ``shards/*`` is not the dataset.
+
+        Example:
+            >>> duckdb.read_parquet(ds.shard_uris())  # of a dataset with shards.format: parquet
+        """
+        first = [positions[0] for positions in good_by_shard(self.index, self.good)]
+        return [
+            f"{self._store.uri}/{name}" for name in self.index["shard"].take(pa.array(first, pa.int64())).to_pylist()
+        ]
