@@ -6,6 +6,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CONSUMERS := $(VENV)/consumers/.installed
 # Importing vLLM without stored bytecode costs 45 s in every process; PYTHONPATH would shadow the environment.
 unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
@@ -19,7 +20,7 @@ help:
 install: $(STAMP)
 	@echo "installed: $(BIN)/rayhs"
 
-$(STAMP): pyproject.toml constraints.txt .ci/tools/install .ci/tools/excludes.txt
+$(STAMP): pyproject.toml constraints.txt .ci/tools/install .ci/tools/uv.sh .ci/tools/excludes.txt
 	@.ci/tools/install
 	@touch $@
 
@@ -27,7 +28,12 @@ demo: $(STAMP)
 	rm -rf demo-output
 	$(BIN)/rayhs demo $(ARGS)
 
-test: $(STAMP)
+# What reads exports, in an environment of its own: tests/consumers runs there.
+$(CONSUMERS): constraints-consumers.txt .ci/tools/consumers .ci/tools/consumers.in .ci/tools/uv.sh .ci/tools/excludes.txt | $(STAMP)
+	@.ci/tools/consumers
+	@touch $@
+
+test: $(STAMP) $(CONSUMERS)
 	$(BIN)/python -m pytest $(ARGS)
 
 fuzz: $(STAMP)
@@ -59,7 +65,7 @@ bench-packing: $(STAMP)
 bench-plan: $(STAMP)
 	PYTHONPATH=. $(BIN)/python tests/benchmarks/plan_memory.py 1000000
 
-# Pins every package of the CPU install; run it after a change of pyproject.toml.
+# Pins every package of the CPU install and of the consumers; run it after a change of pyproject.toml.
 constraints: $(STAMP)
 	.ci/tools/constraints
 

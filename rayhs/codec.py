@@ -42,7 +42,8 @@ _CODES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype(np.int64),
 }
 _MAX_RANK = 8
-_CODE_OF = {dtype: code for code, dtype in _CODES.items()}
+# Shards have no booleans; files of exports do.
+_CODE_OF = {dtype: code for code, dtype in _CODES.items()} | {np.dtype(np.bool_): "BOOL"}
 
 
 @dataclass(frozen=True)

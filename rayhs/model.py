@@ -176,9 +176,18 @@ def _dtype(config: RunConfig, whole: Any, text: Any) -> str:
     )
 
 
+def config_hash(whole: Any) -> str:
+    """Of a transformers configuration: `model_hash` of a model of the hub."""
+    return _config_digest(whole).hexdigest()
+
+
+def _config_digest(whole: Any) -> xxhash.xxh3_128:
+    return xxhash.xxh3_128(json.dumps(_stable(whole.to_dict()), sort_keys=True, default=str).encode())
+
+
 def model_hash(name: str, whole: Any) -> str:
     """Of the configuration ``whole``; of a model in a folder of pieces of its weights, too."""
-    digest = xxhash.xxh3_128(json.dumps(_stable(whole.to_dict()), sort_keys=True, default=str).encode())
+    digest = _config_digest(whole)
     folder = Path(name)
     if folder.is_dir():
         for path in sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern)):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest_plugins = ["tests.s3_servers"]
+pytest_plugins = ["tests.exports", "tests.s3_servers"]
 
 # Engines and Ray workers must not spend the run compiling Python files anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

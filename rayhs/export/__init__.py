@@ -19,7 +19,17 @@ from rayhs.export.options import About, parse_options
 from rayhs.export.target import OnProgress, open_target
 from rayhs.versions import installed_versions
 
-EXPORTERS = ("speculators", "vllm")
+EXPORTERS = (
+    "automodel",
+    "deepspec",
+    "huggingface",
+    "model-optimizer",
+    "sae-lens",
+    "specforge",
+    "speculators",
+    "vllm",
+    "webdataset",
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,8 @@ def export_dataset(
     samples = int(dataset.good.sum())
     if not samples:
         raise ConfigError(f"{dataset.uri}: no sample has states; nothing to export")
-    identity = _identity(dataset, to, chosen.model_dump(mode="json"), samples)
+    # Where the model is now makes no other export: that it is the same model is checked.
+    identity = _identity(dataset, to, chosen.model_dump(mode="json", exclude={"model"}), samples)
     target = open_target(uri, identity, on_progress, storage)
     notes = module.export(dataset, target, chosen)
     made = {

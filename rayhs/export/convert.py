@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rayhs.codec import Array, TensorSpec, build_header
+from rayhs.codec import FP8, STATE_DTYPES, Array, TensorSpec, build_header
 from rayhs.errors import ConfigError
-from rayhs.reading.sample import Sample
+from rayhs.reading.sample import Sample, as_tensor
 
 if TYPE_CHECKING:
+    import torch
+
     from rayhs.dataset import Dataset
+    from rayhs.export.target_model import TargetModel
 
 
 def auxiliary_layers(dataset: Dataset, wanted: Sequence[int] | None) -> tuple[int, ...]:
@@ -32,6 +35,17 @@ def auxiliary_layers(dataset: Dataset, wanted: Sequence[int] | None) -> tuple[in
     return chosen
 
 
+def eagle3_layers(dataset: Dataset, wanted: Sequence[int] | None, consumer: str) -> tuple[int, ...]:
+    """`auxiliary_layers`, which must be three: the drafts of ``consumer`` take no other number."""
+    layers = auxiliary_layers(dataset, wanted)
+    if len(layers) != 3:
+        raise ConfigError(
+            f"{consumer}: an EAGLE-3 draft takes 3 layers below the last, these are {list(layers)}; "
+            "choose among them (--set layers=[2,15,27]), or extract with layers: [eagle3, last]"
+        )
+    return layers
+
+
 def last_layer(dataset: Dataset, consumer: str) -> int:
     """Layer id n, the residual stream before the final norm; raises ConfigError where it is not stored."""
     last = dataset.info.num_layers
@@ -46,6 +60,24 @@ def last_layer(dataset: Dataset, consumer: str) -> int:
 def zero_based(layers: Sequence[int]) -> list[int]:
     """The ids of the same states where k means the output of decoder layer k, counted from 0; -1 is the embeddings."""
     return [layer - 1 for layer in layers]
+
+
+def state_dtype(dataset: Dataset) -> np.dtype[Any]:
+    """Of the states as samples have them: the stored one; of those stored in float8_e4m3fn the engine's."""
+    info = dataset.info
+    return STATE_DTYPES[info.engine_dtype if info.dtype == FP8 else info.dtype]
+
+
+def post_norm(model: TargetModel, states: Array, dtype: np.dtype[Any] | None = None) -> Array:
+    """Last states `[tokens, hidden]` after the final norm, computed in float32; by default in the dtype they have."""
+    return model.normed(states).astype(dtype or states.dtype)
+
+
+def next_tokens(values: Array) -> Array:
+    """``values`` `[tokens, ...]` moved one to the left, a zero last: at each token what belongs to the next one."""
+    moved = np.zeros_like(values)
+    moved[:-1] = values[1:]
+    return moved
 
 
 def stacked(sample: Sample, layers: Sequence[int]) -> Array:
@@ -64,6 +96,11 @@ def safetensors_bytes(tensors: Mapping[str, Array], metadata: Mapping[str, str] 
     specs = [TensorSpec(name, array.dtype, array.shape) for name, array in arrays.items()]
     header = build_header(specs, metadata or {})
     return b"".join([header, *(array.view(np.uint8).reshape(-1).data for array in arrays.values())])
+
+
+def as_torch(array: Array) -> torch.Tensor:
+    """A tensor of the same numbers, in memory that nothing else writes to."""
+    return as_tensor(np.array(array, order="C"))
 
 
 def torch_bytes(value: Any) -> bytes:

@@ -66,4 +66,6 @@ def parse_options(kind: type[T], settings: Mapping[str, Any], consumer: str) -> 
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"][:1]))
+        if first["type"] == "missing":
+            raise ConfigError(f"export to {consumer}: {where} is needed (--set {where}=...)") from None
         raise ConfigError(f"export to {consumer}: {where}: {first['msg'].removeprefix('Value error, ')}") from None

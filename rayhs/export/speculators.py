@@ -83,7 +83,7 @@ def _write_table(dataset: Dataset, target: Target) -> dict[int, int]:
 
     with target.file(_TABLE) as file:
         write_batches(file, schema, batches())
-    finish_folder(target, ids, [_TABLE], as_torch=True)
+    finish_folder(target, ids, [_TABLE], rows_as="torch")
     return counts.to_dict()
 
 

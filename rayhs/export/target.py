@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections import deque
@@ -42,8 +43,17 @@ class Target:
         self._sizes = dict(store.list(""))
         self.written = 0
 
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits of what is exported; the same wherever it is written to."""
+        return hashlib.sha256(_json(self._identity)).hexdigest()[:16]
+
     def has(self, name: str) -> bool:
         return name in self._sizes
+
+    def progress(self, done: int, total: int) -> None:
+        """Tell who asked for the export how many samples are written."""
+        self._on_progress(done, total)
 
     def put(self, name: str, data: bytes) -> None:
         """Raises StoreError."""
@@ -123,8 +133,16 @@ def open_target(
     except ValueError:
         raise FormatError(f"{store.uri}/{MANIFEST}: not a JSON object; delete what is there and export again") from None
     else:
-        _refuse_another(store.uri, standing, identity)
+        if _is_begun(store, standing):
+            _refuse_another(store.uri, standing, identity)
+        else:
+            # One that stopped before its first file, on a wrong option, say: the right one may go here.
+            store.put(MANIFEST, _json({**identity, "complete": False}))
     return Target(store, identity, on_progress)
+
+
+def _is_begun(store: Store, standing: Mapping[str, Any]) -> bool:
+    return bool(standing.get("complete")) or any(name != MANIFEST for name, _ in store.list(""))
 
 
 def _refuse_another(uri: str, standing: Mapping[str, Any], identity: Mapping[str, Any]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +16,14 @@ from rayhs.config import fake_shape
 from rayhs.errors import ConfigError, one_line
 from rayhs.final_norm import final_norm
 from rayhs.layout import DatasetRecord
-from rayhs.model import model_hash
+from rayhs.model import config_hash, model_hash
 
 if TYPE_CHECKING:
     import torch
 
 # Logits are more than lm_head of the normed state in models that have one of these.
 _SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 class TargetModel:
@@ -29,9 +33,15 @@ class TargetModel:
         """``name``: a folder or hub id, where the model is no longer at the one in ``dataset.json``."""
         self._record = record
         self._name = name or record.model
+        self._lock = threading.Lock()
         self._revision = record.revision if name is None else None
         if fake_shape(self._name):
             raise ConfigError(f"model {self._name}: the fake engine has no weights; this export needs those of a model")
+
+    @property
+    def name(self) -> str:
+        """The folder or hub id it is read from."""
+        return self._name
 
     @cached_property
     def config(self) -> Any:
@@ -62,25 +72,39 @@ class TargetModel:
             )
         # Another transformers may write another configuration of the same model.
         same_reader = record.versions.get("transformers") == __version__
-        if same_reader and model_hash(self._name, whole) != record.model_hash:
+        # The hash of one that came from the hub is that of its configuration alone, wherever it is now.
+        if same_reader and record.model_hash not in (model_hash(self._name, whole), config_hash(whole)):
             raise ConfigError(
                 f"model {self._name}: its configuration or weights are not those the states were extracted from; "
                 "give that model (--set model=...)"
             )
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.get_text_config().vocab_size)
+
     def vocab_size_over(self, draft_size: int) -> int:
-        """Entries of the vocabulary; raises ConfigError where the draft is to have more."""
-        size = int(self.config.get_text_config().vocab_size)
-        if draft_size > size:
-            raise ConfigError(f"draft_vocab_size: {draft_size} is over the model's {size}")
-        return size
+        """`vocab_size`; raises ConfigError where the draft is to have more."""
+        if draft_size > self.vocab_size:
+            raise ConfigError(f"draft_vocab_size: {draft_size} is over the model's {self.vocab_size}; give less")
+        return self.vocab_size
+
+    @property
+    def special_tokens(self) -> list[int]:
+        """Ids of the tokens that begin, end and pad a text, where the configuration has them."""
+        config = self.config.get_text_config()
+        found = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+        ids = [token for one in found for token in (one if isinstance(one, list) else [one])]
+        return [token for token in dict.fromkeys(ids) if token is not None and 0 <= token < self.vocab_size]
 
     def normed(self, states: Array) -> Array:
         """The final norm of states `[tokens, hidden]`: float32 `[tokens, hidden]`. Any number of threads."""
         import torch
 
+        with self._lock:
+            norm = self._norm
         with torch.inference_mode():
-            result: Array = self._norm(torch.from_numpy(states.astype(np.float32))).numpy()
+            result: Array = norm(torch.from_numpy(states.astype(np.float32))).numpy()
         return result
 
     def logits(self, normed: Array) -> Array:
@@ -125,7 +149,9 @@ class TargetModel:
         if head is None:
             raise ConfigError(f"model {self._name}: it has no output projection")
         name = self._name_of(head)
-        weight = self._tensor(f"{name}.weight") if f"{name}.weight" in self._files else self.embeddings
+        # Tied ones are stored once, under either name.
+        tied = self.config.get_text_config().tie_word_embeddings and f"{name}.weight" not in self._files
+        weight = self.embeddings if tied else self._tensor(f"{name}.weight")
         bias = self._tensor(f"{name}.bias").float() if head.bias is not None else None
         return weight.float(), bias
 
@@ -135,23 +161,34 @@ class TargetModel:
 
     @cached_property
     def _files(self) -> dict[str, str]:
-        """The checkpoint's file of each tensor."""
+        """The name of each tensor's file; of the files themselves, none but an index is fetched here."""
+        index = self._cached(_INDEX)
+        if index is not None:
+            try:
+                with open(index, encoding="utf-8") as file:
+                    return dict(json.load(file)["weight_map"])
+            except (ValueError, KeyError, TypeError):
+                raise ConfigError(
+                    f"model {self._name}: {index}: not an index of weights; fetch the model again"
+                ) from None
+        path = self._cached(_WEIGHTS)
+        if path is None:
+            raise ConfigError(
+                f"model {self._name}: it has no safetensors weights; save it with transformers "
+                "(save_pretrained) and give that folder (--set model=...)"
+            )
+        with self._opened(path) as whole:
+            return dict.fromkeys(whole.keys(), _WEIGHTS)
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[Any]:
         from safetensors import SafetensorError, safe_open
 
-        index = self._cached("model.safetensors.index.json")
-        if index is not None:
-            with open(index) as file:
-                places = json.load(file)["weight_map"]
-            paths = {name: self._cached(name) for name in set(places.values())}
-            return {tensor: path for tensor, name in places.items() if (path := paths[name]) is not None}
-        path = self._cached("model.safetensors")
-        if path is None:
-            raise ConfigError(f"model {self._name}: it has no safetensors weights")
         try:
-            with safe_open(path, "pt") as whole:
-                return dict.fromkeys(whole.keys(), path)
-        except SafetensorError as error:
-            raise ConfigError(f"model {self._name}: {path}: {one_line(error)}") from None
+            with safe_open(path, "pt") as file:
+                yield file
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"model {self._name}: {path}: {one_line(error)}; fetch the model again") from None
 
     def _cached(self, name: str) -> str | None:
         from transformers.utils import cached_file
@@ -165,13 +202,14 @@ class TargetModel:
         return path
 
     def _tensor(self, name: str) -> torch.Tensor:
-        from safetensors import safe_open
-
         # A checkpoint of the base model alone has its tensors without that prefix.
         names = (name, name.removeprefix(f"{self._network.base_model_prefix}."))
         found = next((one for one in names if one in self._files), None)
         if found is None:
-            raise ConfigError(f"model {self._name}: its checkpoint has no tensor {name}")
-        with safe_open(self._files[found], "pt") as file:
+            raise ConfigError(f"model {self._name}: its checkpoint has no tensor {name}; give a whole one")
+        path = self._cached(self._files[found])
+        if path is None:
+            raise ConfigError(f"model {self._name}: {self._files[found]} is missing; fetch the model again")
+        with self._opened(path) as file:
             tensor: torch.Tensor = file.get_tensor(found)
         return tensor

@@ -11,6 +11,7 @@ import numpy as np
 
 from rayhs.export.convert import safetensors_bytes, stacked
 from rayhs.export.options import About, ExportOptions
+from rayhs.export.rows import SAMPLE_IDS, put_sample_ids
 from rayhs.export.target import Target
 from rayhs.reading.sample import Sample
 
@@ -35,8 +36,5 @@ def export(dataset: Dataset, target: Target, options: Options) -> dict[str, Any]
         return safetensors_bytes(tensors)
 
     target.put_samples(dataset, "{}.safetensors".format, encode)
-    good = dataset.index.filter(dataset.good)
-    with target.file("sample_ids.txt") as file:
-        for batch in good.select(["sample_id"]).to_batches():
-            file.write("".join(f"{sample_id}\n" for sample_id in batch.column(0).to_pylist()).encode())
-    return {"layer_ids": list(dataset.layers), "sample_ids": "line i of sample_ids.txt is i.safetensors"}
+    put_sample_ids(dataset, target)
+    return {"layer_ids": list(dataset.layers), "sample_ids": f"line i of {SAMPLE_IDS} is i.safetensors"}

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from rayhs.codec import Array
+
+if TYPE_CHECKING:
+    from rayhs.dataset import Dataset
 
 
 class TokenCounts:
@@ -24,15 +30,27 @@ class TokenCounts:
         return {int(token): int(self._counts[token]) for token in np.flatnonzero(self._counts)}
 
 
-def draft_maps(counts: dict[int, int], draft_size: int, target_size: int) -> tuple[Array, Array]:
+def count_tokens(dataset: Dataset, length: int | None = None) -> dict[int, int]:
+    """How often each token occurs where the loss counts, in the first ``length`` tokens of samples (default all)."""
+    counts = TokenCounts()
+    for sample in dataset.tokens_only().stream():
+        counts.add(sample.token_ids[:length], sample.loss_mask[:length])
+    return counts.to_dict()
+
+
+def draft_maps(
+    counts: dict[int, int], draft_size: int, target_size: int, always: Sequence[int] = ()
+) -> tuple[Array, Array]:
     """The ``draft_size`` most frequent tokens, of equals the lower ids; filled up with the lowest ids that are left.
 
-    The same as speculators 0.9, `train/vocab_mapping.py`, `build_vocab_mappings_from_distribution`.
+    Without ``always``, the tokens that are taken first, the same as speculators 0.9, `train/vocab_mapping.py`,
+    `build_vocab_mappings_from_distribution`.
 
     Returns:
         ``d2t`` int64 `[draft_size]`: target id minus draft id; ``t2d`` bool `[target_size]`: whether the draft has it.
     """
-    chosen = sorted(counts, key=lambda token: (-counts[token], token))[:draft_size]
+    frequent = sorted(counts, key=lambda token: (-counts[token], token))
+    chosen = list(dict.fromkeys([*always, *frequent]))[:draft_size]
     held = set(chosen)
     rest = (token for token in range(target_size) if token not in held)
     chosen += [next(rest) for _ in range(draft_size - len(chosen))]

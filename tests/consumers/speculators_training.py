@@ -1,34 +1,19 @@
-"""Runs in the consumers' environment: speculators' own dataset, collation and EAGLE-3 model on an export.
-
-    python speculators_training.py EXPORT MODEL STEPS
-
-Prints a JSON line: what its dataset gives for each row (sums that tell states apart), and the loss of each step.
-"""
+"""Runs in the consumers' environment (`run.py`): speculators' own collation and EAGLE-3 model on an export."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from speculators.losses import resolve_loss_config
 from speculators.models.eagle3.core import Eagle3DraftModel
 from speculators.train.data import ArrowDataset, CollateFn
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 from transformers import AutoConfig
 
-LENGTH = 256
-
-
-def rows(dataset: ArrowDataset, out: Path) -> None:
-    """Each row as the trainer sees it, for the test to compare."""
-    for i in range(len(dataset)):
-        item = dataset[i]
-        assert isinstance(item, dict), f"row {i}: {item}"
-        torch.save({key: item[key] for key in ("hidden_states", "verifier_last_hidden_states", "input_ids", "loss_mask")}, out / f"{i}.pt")
+LENGTH = 128
 
 
 def maps(folder: Path, size: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,20 +50,15 @@ def train(network: Eagle3DraftModel, batches: list[dict[str, Any]], steps: int) 
     return losses
 
 
-def main() -> None:
-    folder, model, steps, out = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
-    manifest = json.loads((folder / "rayhs-export.json").read_text())
+def run(folder: str, model: str, steps: int) -> dict[str, Any]:
+    """The loss of each step."""
+    manifest = json.loads(Path(folder, "rayhs-export.json").read_text())
     layers, size = manifest["layer_ids"][:-1], manifest["options"]["draft_vocab_size"]
     torch.manual_seed(0)
     dataset = ArrowDataset(LENGTH, folder, on_missing="raise", hidden_states_dtype=torch.float32)
-    rows(dataset, out)
     config = AutoConfig.from_pretrained(model)
-    t2d, d2t = maps(folder, size, config.vocab_size)
+    t2d, d2t = maps(Path(folder), size, config.vocab_size)
     network = draft(model, layers, size, t2d, d2t).float()
     collate = CollateFn(LENGTH, config.hidden_size, len(layers), torch.float32)
     batches = [collate([dataset[i]]) for i in range(min(len(dataset), 8))]
-    print(json.dumps({"rows": len(dataset), "losses": train(network, batches, steps)}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"losses": train(network, batches, steps)}
