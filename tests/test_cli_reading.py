@@ -203,7 +203,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["extract", "--help"], ["status"], ["failures"], ["verify"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["extract", "--help"], ["status"], ["failures"], ["verify"], ["inspect"]]
+)
 def test_help_and_reading_import_nothing_heavy(built: Builder, arguments: list[str]) -> None:
     uri = [] if "--help" in arguments else [str(built.folder)]
     env = {**os.environ, "PYTHONPATH": "."}

@@ -115,9 +115,35 @@ def test_comparing_float8_with_transformers(tmp_path: Path) -> None:
     report = check(built.write(), reference=str(model), samples=11)
     assert report.ok and report.reference is not None and report.reference.limit == pytest.approx(0.1088, abs=1e-4)
     assert 0.01 < min(report.reference.errors.values()) < max(report.reference.errors.values()) < 0.04
+    # Nothing but the dtype is between them, and that is what is said of it.
+    lengths = {row.sample_id: len(row.token_ids) for row in built.good()}
+    assert set(report.reference.samples) == set(lengths)
+    for layer in built.layers:
+        parts = [quantize(oracle.states(row.token_ids.tolist())[layer])[2] for row in built.good()]
+        assert report.reference.rounding[layer] == pytest.approx(np.concatenate(parts).mean(), rel=1e-3)
+        assert report.recorded_errors[str(layer)].max < 0.1
+    assert set(report.to_dict()["recorded_errors"]) == {"0", "2", "6"}
     built.rows[0][0][0].scales[2] = built.rows[0][0][0].scales[2] * np.float32(1.2)
     built.write_shard(FIRST)
     assert not check(built, reference=str(model), samples=11).ok
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"), [("float32", 0, 0), ("bfloat16", 1e-3, 3e-3), ("float16", 1e-4, 4e-4)]
+)
+def test_quality_takes_the_datasets_own_model(tmp_path: Path, dtype: str, least: float, most: float) -> None:
+    from tests.models import Oracle, save_tiny_model
+
+    model = save_tiny_model("llama", tmp_path / "model")
+    oracle = Oracle(model)
+    built = Builder(tmp_path / "data", dtype=dtype, hidden=64, layers=(2, 6), model=str(model))
+    for row in built.good():
+        states = oracle.states(row.token_ids.tolist())
+        row.states = {k: states[k].astype(STATE_DTYPES[dtype]) for k in built.layers}
+    report = verify(str(built.write().folder), quality=True)
+    assert report.ok and report.reference is not None and report.reference.model == str(model)
+    assert all(least <= error <= most for error in report.reference.rounding.values())
+    assert report.recorded_errors == {}
 
 
 def test_the_final_norm_is_found_in_other_families(tmp_path: Path) -> None:
@@ -143,7 +169,7 @@ def test_as_many_samples_as_asked_are_compared(tmp_path: Path, asked: int, monke
 
     def compare(store: Store, record: DatasetRecord, rows: Sequence[Mapping[str, Any]], model: str) -> ReferenceReport:
         compared.append([row["sample_id"] for row in rows])
-        return ReferenceReport(model, (), {}, {}, 1.0)
+        return ReferenceReport(model, (), {}, {}, {}, 1.0)
 
     monkeypatch.setattr("rayhs.verify.compare_with_reference", compare)
     monkeypatch.setattr("rayhs.verify.refuse_unlike", lambda record, model: None)

@@ -7,9 +7,6 @@ reading needs neither Ray, vLLM nor torch.
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +16,7 @@ from typer.core import TyperGroup
 from rayhs import __version__, log
 from rayhs.cli.arguments import Into, Json, Override, RunFile
 from rayhs.cli.datasets import verbs
+from rayhs.cli.terminable import terminable
 from rayhs.errors import EXIT_INTERRUPTED, ConfigError, RayhsError
 
 
@@ -34,7 +32,7 @@ class _Group(TyperGroup):
             typer.echo(f"rayhs: {error}", err=True)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            goes_on = ctx.invoked_subcommand in ("extract", "plan", "demo", "export")
+            goes_on = ctx.invoked_subcommand in ("extract", "plan", "demo", "export", "import")
             typer.echo("rayhs: interrupted" + "; run the same command again to go on" * goes_on, err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
@@ -86,7 +84,7 @@ def extract(
     with results_apart() as out:
         from rayhs.cli.progress import RunProgress
 
-        with RunProgress() as progress, _terminable():
+        with RunProgress() as progress, terminable():
             from rayhs.pipeline import run_extract
 
             result = run_extract(config, progress, repair)
@@ -109,7 +107,7 @@ def plan(run: RunFile, override: Override = None, into: Into = None, json: Json 
     with results_apart() as out:
         from rayhs.cli.progress import RunProgress
 
-        with RunProgress() as progress, _terminable():
+        with RunProgress() as progress, terminable():
             from rayhs.pipeline import run_plan
 
             result = run_plan(config, progress)
@@ -124,16 +122,6 @@ def _run_config(run: Path, override: list[str] | None, into: str | None) -> Any:
 
     config = load_config(run, override or ())
     return config if into is None else config.model_copy(update={"output": into})
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM is taken as Ctrl-C: shards are finished or handed back, and the exit code tells."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @app.command()
@@ -170,7 +158,7 @@ def bench(
         if own_prompts and (samples or lengths):
             raise ConfigError("--own-prompts takes all prompts of the run file; leave --samples and --lengths out")
         workload = None if own_prompts else Workload(samples or 512, *(parse_lengths(lengths) if lengths else ()))
-        with RunProgress() as progress, _terminable():
+        with RunProgress() as progress, terminable():
             report = run_bench(config, workload, progress, rounds=rounds, plain=plain, stock=bool(peer))
         if json:
             print_json(report.to_dict(), out)
@@ -190,7 +178,7 @@ def demo(
     from rayhs.store import open_store
 
     with results_apart() as out:
-        with RunProgress() as progress, _terminable():
+        with RunProgress() as progress, terminable():
             from rayhs.demo import run_demo
 
             result = run_demo(output, documents, progress)

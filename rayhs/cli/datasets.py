@@ -49,6 +49,9 @@ def verify(
     reference: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Recompute samples with this transformers model and compare.")
     ] = None,
+    quality: Annotated[
+        bool, typer.Option("--quality", help="Compare with the dataset's own model; what of the error is the dtype's.")
+    ] = False,
     samples: Annotated[int, typer.Option(min=1, help="How many samples to compare with the reference.")] = 8,
     json: Json = False,
     endpoint: Endpoint = None,
@@ -62,7 +65,7 @@ def verify(
 
     store = open_uri(uri, endpoint, region, profile)
     with VerifyProgress() as progress:
-        report = run_verify(store, reference=reference, samples=samples, on_progress=progress)
+        report = run_verify(store, reference=reference, quality=quality, samples=samples, on_progress=progress)
     if json:
         print_json(report.to_dict())
     else:
@@ -92,6 +95,68 @@ def export(
         list_exporters(to, json)
     else:
         run_export(uri, output, to, option or [], storage, json)
+
+
+@verbs.command("import")
+def import_(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The local folder of the dump.", show_default=False)],
+    output: Annotated[str, typer.Argument(metavar="OUT", help="A folder or s3://bucket/prefix.", show_default=False)],
+    kind: Annotated[str, typer.Option("--from", metavar="KIND", help="speculators or vllm.", show_default=False)],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A hub id or folder: the model the states are of.", show_default=False),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="IDS", help="All layers in the files, ascending: 2,15,27,30.", show_default=False),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="shards.*, revision, ... as in a run file."),
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="First read and check all that is there; make what is damaged anew.")
+    ] = False,
+    json: Json = False,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+) -> None:
+    """Pack a dump of hidden states, a file a sample, into a dataset. Run the same command again to go on.
+
+    --from speculators: a save_to_disk folder with hidden_states/hs_<row>.safetensors; its last layer is n.
+    --from vllm: the files of ExampleHiddenStatesConnector, in DIR and below; they have no loss mask.
+
+    Layer ids count as vLLM's: k is after k decoder layers, n the last, before the final norm. Model and layers may
+    be left out where rayhs export wrote the files. A row whose file is missing, being written, damaged, of other
+    tokens or not finite becomes a failed sample with a reason. States are stored in the files' dtype, or in that of
+    --set shards.dtype=...; those in float8 are read as bfloat16.
+    """
+    from rayhs.cli.importing import run_import
+
+    storage = StorageConfig(endpoint=endpoint, region=region, profile=profile)
+    raise typer.Exit(run_import(folder, output, kind, model, layers, option or [], storage, repair, json))
+
+
+@verbs.command()
+def inspect(
+    uri: Uri,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the figures with plots as one HTML page.")
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=0, help="Read the states of so many samples, 0 for all.", show_default="1000, at most 4 GiB"),
+    ] = None,
+    json: Json = False,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+) -> None:
+    """Norms and massive activations by layer, lengths, duplicates, loss masks."""
+    from rayhs.cli.inspecting import run_inspect
+
+    run_inspect(uri, html, samples, StorageConfig(endpoint=endpoint, region=region, profile=profile), json)
 
 
 @verbs.command()

@@ -18,8 +18,9 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from rayhs.bench import BenchReport
+    from rayhs.dataset_run import RunResult
     from rayhs.gc import GcReport
-    from rayhs.pipeline import PlanResult, RunResult
+    from rayhs.pipeline import PlanResult
     from rayhs.report import StatusReport
     from rayhs.verify import VerifyReport
 
@@ -63,8 +64,14 @@ def nbytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def print_run(result: RunResult, out: TextIO) -> None:
+def print_run(result: RunResult, out: TextIO, import_notes: Sequence[str] | None = None) -> None:
+    """The totals of a run, or of an import with its notes."""
     summary = result.summary
+    took = f"{summary.seconds:,.1f} s"
+    if import_notes is None:
+        work = {"extracting": f"{took}, without the engine's start"}
+    else:
+        work = {"importing": took, "note": "; ".join(import_notes)}
     rows = {
         "samples": f"{summary.ok:,} of {summary.samples:,}",
         "tokens": f"{summary.tokens:,}",
@@ -74,7 +81,7 @@ def print_run(result: RunResult, out: TextIO) -> None:
         "failed": f"{summary.failed:,}",
         "rejected": f"{summary.rejected:,}",
         **_reasons(summary.reasons),
-        "extracting": f"{summary.seconds:,.1f} s, without the engine's start",
+        **{key: text for key, text in work.items() if text},
         "output": result.uri,
         "next": f"rayhs show {shlex.quote(result.uri)}",
     }
@@ -185,6 +192,9 @@ def print_verify(report: VerifyReport, out: TextIO | None = None) -> None:
             mark = "over" if layer in report.reference.over_limit else "within"
             worst = f"worst token {report.reference.worst[layer]:.2e}"
             rows[f"  layer {layer}"] = f"relative error {error:.2e}, {worst}: {mark} the limits {limits}"
+            rows[f"  layer {layer}"] += f"; the stored dtype alone {report.reference.rounding[layer]:.2e}"
+            if recorded := report.recorded_errors.get(str(layer)):
+                rows[f"  layer {layer}"] += f", recorded {recorded.mean:.2e}, at most {recorded.max:.2e}"
     print_pairs(rows, file)
 
 

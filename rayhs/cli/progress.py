@@ -24,6 +24,7 @@ _UNITS = {
     "planning": "rows",
     "starting": "replicas",
     "extracting": "shards",
+    "importing": "shards",
     "indexing": "files",
     "measuring": "rounds",
 }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from rayhs import layout
 from rayhs.config import StorageConfig
 from rayhs.errors import EXIT_DAMAGE, EXIT_OK, FormatError, ObjectNotFound
-from rayhs.layout import DatasetRecord, ErrorTotals, ShardId, Summary
+from rayhs.layout import DatasetRecord, ErrorTotals, LayerError, ShardId, Summary
 from rayhs.reading.catalog import committed_shards, read_dataset_record, read_summary
 from rayhs.reading.index_table import read_index_file
 from rayhs.reading.plan_reader import PlanReader
@@ -37,7 +37,8 @@ class VerifyReport:
     ``finished``: there is a summary, damaged or not.
 
     ``tokens`` and ``bytes`` count stored states and shard objects; ``orphans`` are objects of
-    attempts that lost or broke off: not part of the dataset, and no damage.
+    attempts that lost or broke off: not part of the dataset, and no damage. ``recorded_errors`` are those of
+    float8_e4m3fn by layer, as the engines measured them when they stored the states.
     """
 
     uri: str
@@ -53,6 +54,7 @@ class VerifyReport:
     seconds: float
     reference: ReferenceReport | None = None
     finished: bool = True
+    recorded_errors: Mapping[str, LayerError] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -63,9 +65,10 @@ class VerifyReport:
         return EXIT_OK if self.ok else EXIT_DAMAGE
 
     def to_dict(self) -> dict[str, Any]:
-        plain = {k: v for k, v in self.__dict__.items() if k not in ("findings", "reference")}
+        plain = {k: v for k, v in self.__dict__.items() if k not in ("findings", "reference", "recorded_errors")}
         return {
             **plain,
+            "recorded_errors": {layer: error.model_dump() for layer, error in self.recorded_errors.items()},
             "ok": self.ok,
             "findings": [f.to_dict() for f in self.findings],
             "reference": None if self.reference is None else self.reference.to_dict(),
@@ -77,6 +80,7 @@ def verify(
     *,
     storage: StorageConfig | None = None,
     reference: str | None = None,
+    quality: bool = False,
     samples: int = 8,
     on_progress: OnProgress = lambda done, total, nbytes: None,
 ) -> VerifyReport:
@@ -90,6 +94,7 @@ def verify(
         target: the dataset's address, or its open store.
         reference: a transformers model (name or folder); ``samples`` good samples, spread evenly,
             are computed again in float32 and compared.
+        quality: compare with the dataset's own model, where ``reference`` names no other.
 
     Raises:
         ObjectNotFound: there is nothing at this address.
@@ -97,7 +102,7 @@ def verify(
         ConfigError: the reference model can't be loaded, or doesn't fit the dataset.
     """
     store = open_store(target, storage or StorageConfig()) if isinstance(target, str) else target
-    return _Verification(store, on_progress).run(reference, samples)
+    return _Verification(store, on_progress).run(reference, quality, samples)
 
 
 class _Verification:
@@ -110,10 +115,12 @@ class _Verification:
         self._totals = {"shards": 0, "samples": 0, "ok": 0, "failed": 0, "rejected": 0, "tokens": 0, "bytes": 0}
         self._started = time.monotonic()
 
-    def run(self, reference: str | None, samples: int) -> VerifyReport:
+    def run(self, reference: str | None, quality: bool, samples: int) -> VerifyReport:
         record = self._dataset_record()
         if record is None:
             return self._report((0, 0), None)
+        if quality and reference is None:
+            reference = record.model
         if reference is not None:
             refuse_unlike(record, reference)  # before hours of reading
         finished, summary = self._summary()
@@ -292,6 +299,7 @@ class _Verification:
             seconds=time.monotonic() - self._started,
             reference=reference,
             finished=finished,
+            recorded_errors=self._errors.errors,
         )
 
 

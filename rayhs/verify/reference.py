@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rayhs.codec import FP8, Array
+from rayhs.codec import FP8, STATE_DTYPES, Array
 from rayhs.config import fake_shape
 from rayhs.errors import ConfigError, one_line
 from rayhs.final_norm import final_norm
+from rayhs.fp8 import quantize
 from rayhs.layout import DatasetRecord
 from rayhs.reading.shard_reader import ShardReader
 from rayhs.store import Store
@@ -36,14 +37,16 @@ class ReferenceReport:
     """How far stored states are off, ``||stored - reference|| / ||reference||`` of a token, by layer.
 
     ``errors`` are averages over the tokens of a sample, of the worst of the samples compared; ``worst`` those of the
-    worst token. One at a time, as the norm of a whole sample is that of its few tokens with massive activations
-    (https://arxiv.org/abs/2402.17762).
+    worst token. ``rounding`` is what storing the reference's own states in the dataset's dtype would cost, on average
+    over the tokens of those samples. One token at a time, as the norm of a whole sample is that of its few tokens
+    with massive activations (https://arxiv.org/abs/2402.17762).
     """
 
     model: str
     samples: tuple[str, ...]
     errors: dict[int, float]
     worst: dict[int, float]
+    rounding: dict[int, float]
     limit: float
     token_limit: float = TOKEN_LIMIT
 
@@ -60,6 +63,7 @@ class ReferenceReport:
             "token_limit": self.token_limit,
             "relative_error": {str(layer): error for layer, error in self.errors.items()},
             "worst_token_error": {str(layer): error for layer, error in self.worst.items()},
+            "rounding_error": {str(layer): error for layer, error in self.rounding.items()},
         }
 
 
@@ -81,6 +85,7 @@ def compare_with_reference(
     network, norm = _load(record, model)
     reader = ShardReader(store, record, record.layers)
     errors, worst = dict.fromkeys(record.layers, 0.0), dict.fromkeys(record.layers, 0.0)
+    rounding: dict[int, list[Array]] = {layer: [] for layer in record.layers}
     for row in rows:
         stored = reader.read(row["shard"], row["index"], row["token_start"], row["num_tokens"])
         expected = _states(network, norm, stored.token_ids, record)
@@ -89,8 +94,10 @@ def compare_with_reference(
             # Where either is NaN, so is the result.
             errors[layer] = float(np.maximum(errors[layer], off.mean()))
             worst[layer] = float(np.maximum(worst[layer], off.max()))
+            rounding[layer].append(rounding_errors(expected[layer], record.dtype))
     names = tuple(str(row["sample_id"]) for row in rows)
-    return ReferenceReport(model, names, errors, worst, _limit(record))
+    rounded = {layer: float(np.concatenate(parts).mean()) for layer, parts in rounding.items()}
+    return ReferenceReport(model, names, errors, worst, rounded, _limit(record))
 
 
 def _limit(record: DatasetRecord) -> float:
@@ -106,6 +113,14 @@ def token_errors(stored: Array, reference: Array) -> Array:
     a, b = stored.astype(np.float64), reference.astype(np.float64)
     errors: Array = np.linalg.norm(a - b, axis=-1) / np.maximum(np.linalg.norm(b, axis=-1), 1e-30)
     return errors
+
+
+def rounding_errors(states: Array, dtype: str) -> Array:
+    """What storing float32 ``states`` `[tokens, hidden]` in ``dtype`` costs, as `token_errors`: `[tokens]`."""
+    if dtype == FP8:
+        return quantize(states)[2]
+    with np.errstate(over="ignore"):
+        return token_errors(states.astype(STATE_DTYPES[dtype]), states)
 
 
 def refuse_unlike(record: DatasetRecord, model: str) -> None:
