@@ -180,7 +180,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a run file is a mapping with model, prompts and output")
     for override in overrides:
-        _apply_override(data, override)
+        apply_override(data, override)
     return parse_config(data, str(path))
 
 
@@ -192,7 +192,8 @@ def parse_config(data: Mapping[str, Any], source: str = "config") -> RunConfig:
         raise ConfigError(f"{source}: {'; '.join(_explain(error))}") from None
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Set one ``a.b=c`` in the document of a run file; the value is YAML. Raises ConfigError."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"--set {override}: write it as key.key=value")

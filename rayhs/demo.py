@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from rayhs.config import RunConfig, parse_config
+from rayhs.dataset_run import RunResult
 from rayhs.errors import ConfigError, RayhsError
-from rayhs.pipeline import RunResult, run_extract
+from rayhs.pipeline import run_extract
 from rayhs.tally import Progress
 
 DOCUMENTS = 48

@@ -13,7 +13,7 @@ EXIT_SOME_FAILED = 3
 EXIT_DAMAGE = 4
 EXIT_INTERRUPTED = 130
 
-REPAIR_HINT = "rayhs verify names all damage, rayhs extract --repair makes it anew"
+REPAIR_HINT = "rayhs verify names all damage, rayhs extract (or import) --repair makes it anew"
 
 
 class RayhsError(Exception):

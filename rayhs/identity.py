@@ -33,19 +33,37 @@ def identity_of(config: RunConfig, model: ModelInfo, layers: Sequence[int]) -> I
     }
 
 
-def dataset_record(identity: Identity, plan: Plan) -> DatasetRecord:
-    """``dataset.json`` of a new dataset, with the versions installed here."""
+def dataset_record(identity: Identity, plan: Plan, versions: Mapping[str, str] | None = None) -> DatasetRecord:
+    """``dataset.json`` of a new dataset, by default with the versions installed here."""
     return DatasetRecord(
         format_version=FORMAT_VERSION,
         plan=plan,
-        versions=installed_versions(),
+        versions=installed_versions() if versions is None else dict(versions),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         **identity,
     )
 
 
-def refuse_other(existing: DatasetRecord, wanted: Identity, input_fingerprint: str, uri: str) -> None:
+_PROMPTS_DIFFER = "the prompts, or how they are read and cut, are not those it was planned from"
+_EXTRACT_ADVICE = (
+    "Give another place with --into URI, or go on with the settings of the one there (cluster, staging, storage, "
+    "shards.attempts, engine.vllm and engine.max_consecutive_failures may change)"
+)
+
+
+def refuse_other(
+    existing: DatasetRecord,
+    wanted: Identity,
+    input_fingerprint: str,
+    uri: str,
+    input_differs: str = _PROMPTS_DIFFER,
+    advice: str = _EXTRACT_ADVICE,
+) -> None:
     """Refuse to go on in a place that holds another dataset.
+
+    Args:
+        input_differs: what to say where it was planned from another input.
+        advice: what to do about it.
 
     Raises:
         IdentityMismatch: names every key that differs, there and here.
@@ -56,10 +74,6 @@ def refuse_other(existing: DatasetRecord, wanted: Identity, input_fingerprint: s
         if getattr(existing, key) != value
     ]
     if existing.plan.input != input_fingerprint:
-        differing.append("the prompts, or how they are read and cut, are not those it was planned from")
+        differing.append(input_differs)
     if differing:
-        raise IdentityMismatch(
-            f"{uri} holds another dataset: {'; '.join(differing)}. Give another place with --into URI, or go on with "
-            "the settings of the one there (cluster, staging, storage, shards.attempts, engine.vllm and "
-            "engine.max_consecutive_failures may change)"
-        )
+        raise IdentityMismatch(f"{uri} holds another dataset: {'; '.join(differing)}. {advice}")

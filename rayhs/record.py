@@ -59,4 +59,4 @@ def _check_seal(data: bytes, name: str) -> None:
         problem = "differs from its record_checksum"
     else:
         return
-    raise FormatError(f"{name}: {problem}: damaged or edited; rayhs extract --repair makes it anew")
+    raise FormatError(f"{name}: {problem}: damaged or edited; rayhs extract (or import) --repair makes it anew")

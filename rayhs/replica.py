@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import stamina
 
 from rayhs.budget import ByteBudget
@@ -32,10 +30,11 @@ from rayhs.errors import (
 )
 from rayhs.job import Job, Receipt, staging_bytes
 from rayhs.keeper import EngineKeeper, Running
-from rayhs.layout import PLANNED, CommitRecord, ShardId, commit_name, new_attempt
+from rayhs.layout import CommitRecord, ShardId, commit_name, new_attempt
 from rayhs.log import logger
 from rayhs.metrics import Metrics, Totals, read_metrics
 from rayhs.parts import StagedParts
+from rayhs.planned import PLAN_COLUMNS, planned_samples
 from rayhs.quarantine import Results, run_all
 from rayhs.reading.catalog import read_commit
 from rayhs.reading.plan_reader import PlanReader
@@ -49,7 +48,6 @@ from rayhs.warm_start import Begin, WarmStart
 _CHECKERS = 4  # memory bandwidth, not threads, is the limit; more of them fight for the GIL
 _MOST_STORE_FAILURES = 3  # shards in a row; each has had its attempts and the store's own retries
 _RETRY_WAIT_S = (1.0, 30.0)  # first and longest wait, doubled each time, between uploads of a shard
-_PLAN_COLUMNS = ["index", "sample_id", "status", "token_ids", "loss_mask"]
 HANDED_BACK = "handed back: the run was interrupted"
 
 T = TypeVar("T")
@@ -156,7 +154,7 @@ class Replica:
         """
         await self._keeper.ready()
         if self._warm_start is not None:
-            rows = await asyncio.to_thread(self._plan.rows, self._job.dataset.plan.shard_ids()[0], _PLAN_COLUMNS)
+            rows = await asyncio.to_thread(self._plan.rows, self._job.dataset.plan.shard_ids()[0], PLAN_COLUMNS)
             await self._warm_start.wait(planned_samples(rows))
 
     def _committed(self, shard: ShardId) -> CommitRecord | None:
@@ -184,7 +182,7 @@ class Replica:
 
     async def _extract(self, shard: ShardId, held: AsyncExitStack) -> list[GoodSample | FailedSample]:
         """The results of a shard, in plan order; their memory is reserved as long as ``held`` is open."""
-        rows = await asyncio.to_thread(self._plan.rows, shard, _PLAN_COLUMNS)
+        rows = await asyncio.to_thread(self._plan.rows, shard, PLAN_COLUMNS)
         planned = planned_samples(rows)
         await held.enter_async_context(self.budget.reserve(self._staged_bytes(planned)))
         results: Results = {}
@@ -300,21 +298,3 @@ def _detach(results: Results, samples: Sequence[PlannedSample]) -> None:
         result = results.get(sample.index)
         if isinstance(result, GoodSample):
             results[sample.index] = result.detached()
-
-
-def planned_samples(rows: pa.Table) -> list[PlannedSample]:
-    """The samples to extract, out of the rows of a shard (rejected rows are left out)."""
-    kept = rows.filter(pc.equal(rows["status"], PLANNED)).combine_chunks()
-    ids = kept["index"].to_pylist(), kept["sample_id"].to_pylist()
-    rows_of_ids = zip(*ids, _lists(kept["token_ids"]), _lists(kept["loss_mask"]), strict=True)
-    return [PlannedSample(i, sample_id, tokens, mask) for i, sample_id, tokens, mask in rows_of_ids]
-
-
-def _lists(column: pa.ChunkedArray) -> list[Any]:
-    """The rows of a column of lists as numpy views of its values; None where a row is null."""
-    rows: list[Any] = []
-    for chunk in column.chunks:
-        values, offsets = chunk.values.to_numpy(), chunk.offsets.to_pylist()
-        valid = chunk.is_valid().to_pylist()
-        rows += [values[a:b] if there else None for a, b, there in zip(offsets, offsets[1:], valid, strict=False)]
-    return rows

@@ -93,8 +93,7 @@ def read_staged(parts: Sequence[memoryview], planned: PlannedSample, spec: Shard
     """Read, check and convert one staged sample out of its parts; states are views of them where none is converted.
 
     Raises:
-        SampleError: other tokens than planned, missing or misshapen layers, or states that fail
-            `check_states`.
+        SampleError: the ranks' tokens differ, or as `check_sample`.
     """
     arrays: dict[str, Array] = {}
     for tensors in map(_staged_tensors, parts):
@@ -102,6 +101,17 @@ def read_staged(parts: Sequence[memoryview], planned: PlannedSample, spec: Shard
         if not np.array_equal(token_ids, arrays.setdefault("token_ids", token_ids)):
             raise SampleError("wrong states: the ranks staged other tokens than each other")
         arrays |= tensors
+    return check_sample(arrays, planned, spec)
+
+
+def check_sample(tensors: Mapping[str, Array], planned: PlannedSample, spec: ShardSpec) -> GoodSample:
+    """Check and convert one sample's tensors, named and shaped as `rayhs.codec.staged_specs` has them.
+
+    Raises:
+        SampleError: other tokens than planned, missing or misshapen layers, or states that fail
+            `check_states`.
+    """
+    arrays = dict(tensors)
     token_ids = arrays.pop("token_ids")
     prompt = len(planned.token_ids)
     extra = len(token_ids) - prompt

@@ -10,16 +10,17 @@ from typing import Literal
 from rayhs.job import Receipt
 from rayhs.metrics import Totals
 
-Phase = Literal["checking", "preparing", "planning", "starting", "extracting", "indexing", "measuring"]
+Phase = Literal["checking", "preparing", "planning", "starting", "extracting", "importing", "indexing", "measuring"]
 
 
 @dataclass(frozen=True)
 class Progress:
     """One step of a run.
 
-    ``done`` of ``total`` count shards (checking, extracting), rows (planning), replicas (starting), files (indexing) or
-    rounds (measuring); when extracting, ``total`` are the shards that had no commit record. ``samples``, ``tokens`` and
-    ``bytes`` are committed by this run so far, at ``tokens_per_second`` since its first shard was begun.
+    ``done`` of ``total`` count shards (checking, extracting, importing), rows (planning), replicas (starting), files
+    (indexing) or rounds (measuring); when extracting or importing, ``total`` are the shards that had no commit record.
+    ``samples``, ``tokens`` and ``bytes`` are committed by this run so far, at ``tokens_per_second`` since its first
+    shard was begun.
     """
 
     phase: Phase
@@ -52,10 +53,8 @@ class Tally:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def progress(self) -> Progress:
-        return Progress(
-            "extracting", self.shards, self.total, self.samples, self.tokens, self.bytes, self.tokens_per_second
-        )
+    def progress(self, phase: Phase = "extracting") -> Progress:
+        return Progress(phase, self.shards, self.total, self.samples, self.tokens, self.bytes, self.tokens_per_second)
 
     def add(self, receipt: Receipt) -> None:
         self.shards += not receipt.error

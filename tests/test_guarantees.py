@@ -21,9 +21,9 @@ from rayhs.fake import fake_states
 from rayhs.gc import collect
 from rayhs.indexing import write_index
 from rayhs.layout import DATASET, CommitRecord, ShardId, Summary, commit_name
+from rayhs.planned import planned_samples
 from rayhs.reading.plan_reader import PlanReader
 from rayhs.repair import find_damage, take_out
-from rayhs.replica import planned_samples
 from rayhs.shards import COMMIT_WITHIN_S, FailedSample, GoodSample, PlannedSample, sample_checksum, write_shard
 from rayhs.store import open_store
 from rayhs.store.base import PARTIAL

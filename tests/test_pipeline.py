@@ -20,12 +20,13 @@ import rayhs
 from rayhs.cli.output import print_run
 from rayhs.cluster import graceful_stop
 from rayhs.config import RunConfig, parse_config
+from rayhs.dataset_run import RunResult
 from rayhs.errors import ConfigError, IdentityMismatch, InputError, RayhsError, TooManyRejected
 from rayhs.extractor import ReplicaPlan, extract_shards
 from rayhs.fake import REFUSED_TOKEN, fake_states
 from rayhs.job import Job
 from rayhs.model import describe_model
-from rayhs.pipeline import RunResult, run_extract, run_plan
+from rayhs.pipeline import run_extract, run_plan
 from rayhs.reading.catalog import read_dataset_record
 from rayhs.report import status
 from rayhs.store import open_store

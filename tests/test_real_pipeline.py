@@ -16,7 +16,8 @@ import pytest
 
 import rayhs
 from rayhs.config import parse_config
-from rayhs.pipeline import RunResult, run_extract
+from rayhs.dataset_run import RunResult
+from rayhs.pipeline import run_extract
 from rayhs.verify import verify
 from tests.models import Oracle, random_prompts, relative_error, save_tiny_model
 from tests.processes import engine_processes
