@@ -53,7 +53,7 @@ def open_dataset(
         done, planned = len(committed_shards(store)), len(record.plan.shard_ids())
         raise IncompleteDataset(
             f"{store.uri}: not finished, {done} of {planned} shards are committed; "
-            "run rayhs extract again to finish it, or open it with partial=True"
+            "run rayhs extract (or import) again to finish it, or open it with partial=True"
         )
     return Dataset(store, record, summary, layers)
 

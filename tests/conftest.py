@@ -20,6 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker("ray")
     if not config.getoption("--run-chaos"):
         for item in items:
             if item.get_closest_marker("chaos"):

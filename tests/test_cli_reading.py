@@ -68,7 +68,7 @@ def test_status_of_a_finished_dataset(built: Builder) -> None:
 
 
 def test_status_of_an_unfinished_dataset(unfinished: Builder) -> None:
-    assert "unfinished; run rayhs extract to go on" in run("status", str(unfinished.folder))
+    assert "unfinished; run rayhs extract (or import) to go on" in run("status", str(unfinished.folder))
     found = run_json("status", str(unfinished.folder))
     committed = [
         r for s in unfinished.shards() if s not in unfinished.uncommitted for r in unfinished.rows[s.file][s.group]

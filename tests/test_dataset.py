@@ -203,7 +203,7 @@ def test_other_layers(built: Builder) -> None:
 
 def test_an_unfinished_dataset_opens_only_on_request(tmp_path: Path) -> None:
     built = Builder(tmp_path, finished=False, uncommitted=frozenset({ShardId(0, 1), ShardId(1, 2)})).write()
-    with pytest.raises(IncompleteDataset, match=r"not finished, 3 of 5 shards .* run rayhs extract again"):
+    with pytest.raises(IncompleteDataset, match=r"not finished, 3 of 5 shards .* run rayhs extract .or import. again"):
         open_dataset(str(tmp_path))
     ds = open_dataset(str(tmp_path), partial=True)
     wanted = [r for s in (ShardId(0, 0), ShardId(1, 0), ShardId(1, 1)) for r in built.rows[s.file][s.group]]

@@ -162,7 +162,7 @@ def test_options_that_are_refused(
 
 def test_an_unfinished_dataset_is_refused(tmp_path: Path) -> None:
     built = Builder(tmp_path / "data", finished=False, uncommitted=frozenset({ShardId(0, 1)})).write()
-    with pytest.raises(ConfigError, match="not finished; run rayhs extract again, then export"):
+    with pytest.raises(ConfigError, match="not finished; run rayhs extract .or import. again, then export"):
         export_dataset(rayhs.open(str(built.folder), partial=True), "vllm", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

@@ -256,7 +256,7 @@ def test_only_the_layers_of_the_dataset_are_looked_at(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     Builder(tmp_path / "part", finished=False).write()
-    with pytest.raises(ConfigError, match="not finished; run rayhs extract again, then inspect"):
+    with pytest.raises(ConfigError, match="not finished; run rayhs extract .or import. again, then inspect"):
         inspect_dataset(rayhs.open(str(tmp_path / "part"), partial=True))
     built = Builder(tmp_path / "data").write()
     with pytest.raises(ConfigError, match="samples=-1: give a number of samples, or 0"):

@@ -255,7 +255,7 @@ def test_an_unfinished_dataset_is_one_finding_if_the_rest_is_sound(tmp_path: Pat
     built = Builder(tmp_path, finished=False, uncommitted=frozenset({ShardId(0, 1)})).write()
     report = check(built)
     assert [f.object for f in report.findings] == ["summary.json"]
-    assert "4 of 5 shards are committed; run rayhs extract again" in report.findings[0].problem
+    assert "4 of 5 shards are committed; run rayhs extract (or import) again" in report.findings[0].problem
     assert report.shards == 4 and not report.finished
     assert "finishes it" in printed(report) and "--repair" not in printed(report)
     (tmp_path / object_of(built)).unlink()

@@ -131,7 +131,9 @@ def _rates(rates: Sequence[float]) -> str:
 
 
 def print_status(result: StatusReport) -> None:
-    state = f"complete since {result.finished}" if result.complete else "unfinished; run rayhs extract to go on"
+    state = (
+        f"complete since {result.finished}" if result.complete else "unfinished; run rayhs extract (or import) to go on"
+    )
     rows = {
         "dataset": result.uri,
         "state": state,
@@ -182,9 +184,9 @@ def print_verify(report: VerifyReport, out: TextIO | None = None) -> None:
         )
     others = len(report.findings) - len(report.reference.over_limit if report.reference else []) - (not report.finished)
     if others:
-        rows["repair"] = "rayhs extract RUN.yaml --repair makes what is damaged anew, and only that"
+        rows["repair"] = "rayhs extract RUN.yaml (or import) --repair makes what is damaged anew, and only that"
     elif not report.finished:
-        rows["next"] = "rayhs extract RUN.yaml finishes it"
+        rows["next"] = "rayhs extract RUN.yaml (or import) finishes it"
     if report.reference is not None:
         limits = f"{report.reference.limit:.2g} and {report.reference.token_limit}"
         rows["reference"] = f"{report.reference.model}, {len(report.reference.samples)} samples"

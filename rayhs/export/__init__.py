@@ -92,7 +92,7 @@ def export_dataset(
     module = _module(to)
     chosen = parse_options(module.Options, options or {}, to)
     if not dataset.complete:
-        raise ConfigError(f"{dataset.uri}: not finished; run rayhs extract again, then export")
+        raise ConfigError(f"{dataset.uri}: not finished; run rayhs extract (or import) again, then export")
     samples = int(dataset.good.sum())
     if not samples:
         raise ConfigError(f"{dataset.uri}: no sample has states; nothing to export")

@@ -42,7 +42,7 @@ def inspect_dataset(
         FormatError, StoreError: it is damaged or can't be read.
     """
     if not dataset.complete:
-        raise ConfigError(f"{dataset.uri}: not finished; run rayhs extract again, then inspect")
+        raise ConfigError(f"{dataset.uri}: not finished; run rayhs extract (or import) again, then inspect")
     if samples is not None and samples < 0:
         raise ConfigError(f"{samples=}: give a number of samples, or 0 for all")
     rows = len(dataset)

@@ -132,7 +132,7 @@ class _Verification:
             self._found.add(
                 layout.SUMMARY,
                 f"missing: the run has not finished, {len(committed)} of {len(planned)} shards are committed; "
-                "run rayhs extract again",
+                "run rayhs extract (or import) again",
             )
         self._check_files(record, planned if finished else [s for s in planned if s in committed], finished)
         if summary is not None:

@@ -93,7 +93,7 @@ def _commit_of(store: Store, shard: ShardId, rows: pa.Table) -> CommitRecord | N
     except ObjectNotFound:
         if not _planned_ids(rows):
             return None
-        raise ObjectNotFound("missing: the shard was not committed; run rayhs extract again") from None
+        raise ObjectNotFound("missing: the shard was not committed; run rayhs extract (or import) again") from None
 
 
 def _planned_ids(rows: pa.Table) -> list[str]:
