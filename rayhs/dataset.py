@@ -206,7 +206,11 @@ class Dataset(Views):
         return self[self.position_of(sample_id)]
 
     def position_of(self, sample_id: str) -> int:
-        """The position of the sample of that id; raises KeyError."""
+        """The position of the sample of that id; raises KeyError, and TypeError for an id that is no text."""
+        if not isinstance(sample_id, str):
+            raise TypeError(
+                f"a sample id is a str, not {type(sample_id).__name__}; ds[i] reads a sample by its position"
+            )
         position = self._ids.find(sample_id, lambda at: str(self.index_row(at)["sample_id"]))
         if position is None:
             raise KeyError(f"no sample {sample_id!r} in {self.uri}")
@@ -248,7 +252,7 @@ class Dataset(Views):
         return view
 
     def _choose(self, layers: Sequence[int] | None) -> Dataset:
-        return self if layers is None else self.with_layers(layers)
+        return self if layers is None else self.with_layers([layers] if isinstance(layers, int) else layers)
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "unfinished"

@@ -53,7 +53,7 @@ def counted(real: RealDataset, length: int | None = None) -> list[int]:
 
 
 def check_ids(real: RealDataset, folder: Path) -> None:
-    names = (folder / "sample_ids.txt").read_text().splitlines()
+    names = [json.loads(line) for line in (folder / "sample_ids.jsonl").read_text().splitlines()]
     assert names == [row.sample_id for row in real.rows]
 
 

@@ -268,7 +268,8 @@ def test_the_command_lists_exporters(cli: Cli) -> None:
     found = json.loads(cli("--list", "--json"))
     assert list(found) == list(EXPORTERS)
     assert all(one["consumer"] and one["needs"] and one["writes"] and one["converts"] for one in found.values())
-    assert found["sae-lens"]["options"] == ["layer", "context_size", "pack", "only_loss", "file_bytes"]
+    assert list(found["sae-lens"]["options"]) == ["layer", "context_size", "pack", "only_loss", "file_bytes"]
+    assert found["sae-lens"]["options"]["context_size"] == "..." and found["sae-lens"]["options"]["pack"] is True
     assert "webdataset" not in cli("--list", "--to", "vllm")
 
 

@@ -276,7 +276,7 @@ def test_a_model_that_has_moved(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, old)
     real = write_real_dataset(tmp_path / "data", old)
     old.rename(tmp_path / "new")
-    with pytest.raises(ConfigError, match="if it has moved, say where"):
+    with pytest.raises(ConfigError, match="no such folder; say where it is now"):
         export(real, tmp_path / "out", "deepspec")
     export(real, tmp_path / "out", "deepspec", model=str(tmp_path / "new"))
     check(replace(real, model=tmp_path / "new"), tmp_path / "out", "deepspec")

@@ -261,7 +261,7 @@ def test_an_export_that_is_not_what_it_says(tmp_path: Path) -> None:
     )
     assert "says 0,2,4; leave it out" in refused(folder, out, "--from", "vllm", "--layers", "0,1,4")
     (folder / "11.safetensors").write_bytes(b"")
-    assert "11.safetensors: sample_ids.txt beside it has 11 lines" in refused(folder, out, "--from", "vllm")
+    assert "11.safetensors: sample_ids.jsonl beside it has 11 lines" in refused(folder, out, "--from", "vllm")
     (folder / "11.safetensors").unlink()
     manifest = json.loads((folder / "rayhs-export.json").read_text())
     (folder / "rayhs-export.json").write_text(json.dumps({**manifest, "complete": False}))

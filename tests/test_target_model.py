@@ -157,7 +157,7 @@ def test_a_model_that_has_moved(tmp_path: Path, llama: Path) -> None:
     shutil.copytree(llama, old)
     made = known(tmp_path / "data", old)
     old.rename(new)
-    with pytest.raises(ConfigError, match=r"if it has moved, say where \(--set model=...\)"):
+    with pytest.raises(ConfigError, match=r"no such folder; say where it is now \(--set model=...\)"):
         TargetModel(made).normed(np.ones((1, 64), np.float32))
     agrees(TargetModel(made, str(new)), new)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rayhs.cli.output import nbytes, print_json, print_pairs
 from rayhs.cli.progress import Display
+from rayhs.cli.terminable import terminable
 from rayhs.config import StorageConfig
 from rayhs.errors import ConfigError
 
@@ -22,17 +23,21 @@ class _Progress(Display):
 
 def list_exporters(name: str | None, json: bool) -> None:
     """What each of them, or ``name``, needs, writes and converts."""
-    from rayhs.export import EXPORTERS, about, option_names
+    from rayhs.export import EXPORTERS, about, option_defaults
 
     names = EXPORTERS if name is None else (name,)
     if json:
-        print_json({one: {**vars(about(one)), "options": option_names(one)} for one in names})
+        print_json({one: {**vars(about(one)), "options": option_defaults(one)} for one in names})
         return
     for one in names:
         described = about(one)
-        options = ", ".join(option_names(one)) or "none"
+        options = ", ".join(f"{key}={_shown(value)}" for key, value in option_defaults(one).items()) or "none"
         print_pairs({one: described.consumer, **_rows(vars(described), options)}, sys.stdout)
         sys.stdout.write("\n")
+
+
+def _shown(value: object) -> str:
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _rows(described: dict[str, str], options: str) -> dict[str, str]:
@@ -51,7 +56,7 @@ def run_export(
         raise ConfigError("write rayhs export URI --to NAME OUT; rayhs export --list explains the names")
     dataset = open_dataset(uri, storage=storage)
     options = parse_settings(settings)
-    with _Progress() as progress:
+    with _Progress() as progress, terminable():
         report = export_dataset(dataset, to, output, options=options, storage=storage, on_progress=progress)
     if json:
         print_json(report.to_dict())

@@ -59,8 +59,10 @@ def about(name: str) -> About:
     return described
 
 
-def option_names(name: str) -> list[str]:
-    return list(_module(name).Options.model_fields)
+def option_defaults(name: str) -> dict[str, Any]:
+    """The options of an exporter with their defaults; ``...`` where one must be given."""
+    fields = _module(name).Options.model_fields
+    return {key: "..." if field.is_required() else field.default for key, field in fields.items()}
 
 
 def export_dataset(
@@ -93,6 +95,8 @@ def export_dataset(
     chosen = parse_options(module.Options, options or {}, to)
     if not dataset.complete:
         raise ConfigError(f"{dataset.uri}: not finished; run rayhs extract (or import) again, then export")
+    if not dataset.layers:
+        raise ConfigError(f"{dataset.uri}: opened without states (tokens_only); export the dataset itself")
     samples = int(dataset.good.sum())
     if not samples:
         raise ConfigError(f"{dataset.uri}: no sample has states; nothing to export")

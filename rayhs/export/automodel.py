@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from rayhs.codec import Array, TensorSpec, build_header
 from rayhs.errors import ConfigError
@@ -34,7 +34,7 @@ ABOUT = About(
     consumer="NeMo Automodel (Aug 2026), EAGLE-3: recipe_args.cached_target_path: OUT",
     needs="layer n and three below it (layers: [eagle3, last]); torch and the model's weights, of which the final "
     "norm, the output projection and the embeddings are read",
-    writes="manifest.json, shard-<number>.safetensors, target_embeddings.safetensors; sample_ids.txt (line i: row i)",
+    writes="manifest.json, shard-<number>.safetensors, target_embeddings.safetensors; sample_ids.jsonl (line i: row i)",
     converts="rows cut or padded behind with zeros to seq_length; ids, loss mask and probabilities moved one to the "
     "left, as its own cache has them, states and attention mask not; probabilities are the softmax over the draft "
     "vocabulary of the logits, computed in float32 from the last state after the final norm, of top_k renormalised; "
@@ -52,7 +52,7 @@ class Options(ExportOptions):
     """
 
     layers: tuple[int, ...] | None = None
-    seq_length: PositiveInt = 2048
+    seq_length: Annotated[int, Field(ge=2)] = 2048
     draft_vocab_size: PositiveInt | None = None
     top_k: NonNegativeInt = 0
     rows_per_shard: PositiveInt = 256
@@ -66,6 +66,8 @@ def export(dataset: Dataset, target: Target, options: Options) -> dict[str, Any]
         raise ConfigError("layers: 0, the embeddings, is no layer to Automodel; choose others (--set layers=[2,15,27])")
     model = TargetModel(dataset.info, options.model)
     selected = _draft_vocabulary(dataset, model, options)
+    if options.top_k >= len(selected):
+        raise ConfigError(f"top_k: {options.top_k} is not below the draft vocabulary's {len(selected)}; 0 keeps all")
     rows = Rows(model, selected, layers, last, options)
     dtype = state_dtype(dataset)
     positions = positions_of(dataset)

@@ -26,7 +26,7 @@ def auxiliary_layers(dataset: Dataset, wanted: Sequence[int] | None) -> tuple[in
         ConfigError: one that is not stored, the last one, or none.
     """
     last = dataset.info.num_layers
-    stored = [layer for layer in dataset.info.layers if layer != last]
+    stored = [layer for layer in dataset.layers if layer != last]
     chosen = tuple(sorted(set(stored if wanted is None else wanted)))
     if unknown := [layer for layer in chosen if layer not in stored]:
         raise ConfigError(f"layers: {unknown[0]} is not one of {stored}, the layers stored below the last ({last})")
@@ -49,9 +49,9 @@ def eagle3_layers(dataset: Dataset, wanted: Sequence[int] | None, consumer: str)
 def last_layer(dataset: Dataset, consumer: str) -> int:
     """Layer id n, the residual stream before the final norm; raises ConfigError where it is not stored."""
     last = dataset.info.num_layers
-    if last not in dataset.info.layers:
+    if last not in dataset.layers:
         raise ConfigError(
-            f"{consumer} needs layer {last}, the last before the final norm; the dataset has {dataset.info.layers}: "
+            f"{consumer} needs layer {last}, the last before the final norm; the dataset has {list(dataset.layers)}: "
             "extract again with it (layers: [eagle3, last])"
         )
     return last

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ABOUT = About(
     consumer="DeepSpec (target cache version 2): data.target_cache_path: OUT",
     needs="layer n (layers: [dflash, last]); torch and the model's weights, of which the final norm is read",
-    writes="manifest.json, samples.idx, shard-<number>.bin; sample_ids.txt (line i: sample i)",
+    writes="manifest.json, samples.idx, shard-<number>.bin; sample_ids.jsonl (line i: sample i)",
     converts="all states to bfloat16; the last state gets the final norm, computed in float32; layers side by side, "
     "ascending; float8_e4m3fn dequantised. Nothing is shifted, padded or cut; samples of few loss tokens stay in",
 )

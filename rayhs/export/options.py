@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from rayhs.errors import ConfigError
 
@@ -17,6 +17,14 @@ class ExportOptions(BaseModel):
     """Base of every exporter's ``Options``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("layers", mode="before", check_fields=False)
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        """``2,15`` and ``2`` are lists of layers as well."""
+        if isinstance(value, str):
+            return [part.strip() for part in value.split(",")]
+        return [value] if isinstance(value, int) else value
 
 
 @dataclass(frozen=True)

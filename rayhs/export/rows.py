@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import IO, TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from rayhs.reading.sample import Sample
 if TYPE_CHECKING:
     from rayhs.dataset import Dataset
 
-SAMPLE_IDS = "sample_ids.txt"
+SAMPLE_IDS = "sample_ids.jsonl"
 
 
 def positions_of(dataset: Dataset) -> list[int]:
@@ -36,12 +37,12 @@ def ids_of(dataset: Dataset) -> Any:
 
 
 def put_sample_ids(dataset: Dataset, target: Target) -> None:
-    """`SAMPLE_IDS`: line i has the sample id of row i."""
+    """`SAMPLE_IDS`: line i has the sample id of row i, as a JSON string: an id may hold a line break."""
     if target.has(SAMPLE_IDS):
         return
     with target.file(SAMPLE_IDS) as file:
         for batch in dataset.index.filter(dataset.good).select(["sample_id"]).to_batches():
-            file.write("".join(f"{sample_id}\n" for sample_id in batch.column(0).to_pylist()).encode())
+            file.write("".join(f"{json.dumps(sample_id)}\n" for sample_id in batch.column(0).to_pylist()).encode())
 
 
 def put_shards(

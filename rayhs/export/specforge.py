@@ -39,7 +39,7 @@ ABOUT = About(
     consumer="SpecForge (Aug 2026), offline: data.hidden_states_path: OUT",
     needs="torch; for eagle3 and dspark layer n (layers: [eagle3, last]) and the model's weights, of which the final "
     "norm is read; for draft_vocab_size the model's config",
-    writes="rows_<g>-<g+2000>/data_<row>.ckpt, sample_ids.txt (line i: row i); with draft_vocab_size "
+    writes="rows_<g>-<g+2000>/data_<row>.ckpt, sample_ids.jsonl (line i: row i); with draft_vocab_size "
     "vocab_mapping/vocab_mapping.pt",
     converts="the last state gets the final norm, computed in float32; layers side by side, ascending; "
     "float8_e4m3fn dequantised; ids and masks int64. Nothing is shifted, padded or cut",

@@ -16,6 +16,7 @@ from pydantic import PositiveInt
 from rayhs.export.arrow_folder import arrow_schema, finish_folder, list_of, value, write_batches
 from rayhs.export.convert import auxiliary_layers, last_layer, npy_bytes, safetensors_bytes, stacked, torch_bytes
 from rayhs.export.options import About, ExportOptions
+from rayhs.export.rows import put_sample_ids
 from rayhs.export.target import Target
 from rayhs.export.target_model import TargetModel
 from rayhs.export.vocabulary import TokenCounts, draft_maps
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 ABOUT = About(
     consumer="speculators 0.9: speculators train --data-path OUT",
     needs="layer n (layers: [eagle3, last]); torch; for draft_vocab_size the model's config",
-    writes="a datasets folder, hidden_states/hs_<row>.safetensors, token_freq.pt, d2t-<size>.npy and t2d-<size>.npy",
+    writes="a datasets folder, hidden_states/hs_<row>.safetensors, token_freq.pt, sample_ids.jsonl (line i: row i), "
+    "d2t-<size>.npy and t2d-<size>.npy",
     converts="nothing: the same layer ids, the last state before the final norm, float8_e4m3fn dequantised",
 )
 _ROWS = 1024
@@ -57,6 +59,7 @@ def export(dataset: Dataset, target: Target, options: Options) -> dict[str, Any]
         tensors = {"hidden_states": stacked(sample, layers), "token_ids": sample.token_ids.astype(np.int64)}
         return safetensors_bytes(tensors)
 
+    put_sample_ids(dataset, target)
     target.put_samples(dataset.with_layers(layers), "hidden_states/hs_{}.safetensors".format, encode)
     return {"layer_ids": list(layers), "train_with": f"--target-layer-ids {' '.join(map(str, layers[:-1]))}"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +43,7 @@ class Target:
         self._store, self._identity, self._on_progress = store, identity, on_progress
         self._sizes = dict(store.list(""))
         self.written = 0
+        self._began = time.time()
 
     @property
     def fingerprint(self) -> str:
@@ -107,6 +109,8 @@ class Target:
         totals = {"files": len(names), "bytes": sum(self._sizes[name] for name in names)}
         manifest = {**self._identity, **facts, **totals, "complete": True}
         self._store.put(MANIFEST, _json(manifest))
+        # What killed exports left: everything is there, so that nobody is still at it.
+        self._store.discard([left for left in self._store.unfinished() if left.begun < self._began])
         return manifest
 
 
@@ -118,6 +122,7 @@ def open_target(
     Raises:
         ConfigError: there is something else at ``uri``.
         IdentityMismatch: there is another export; names what differs.
+        FormatError: there is a complete one whose files have changed since.
         StoreError: nothing can be written there.
     """
     store = open_store(uri, storage or StorageConfig())
@@ -129,12 +134,14 @@ def open_target(
     except ObjectNotFound:
         if next(iter(store.list("")), None) is not None:
             raise ConfigError(f"{store.uri}: there are files, and not of an export; give an empty folder") from None
-        store.put(MANIFEST, _json({**identity, "complete": False}))
+        if not store.put_new(MANIFEST, _json({**identity, "complete": False})):
+            _refuse_another(store.uri, json.loads(store.get(MANIFEST)), identity)  # begun at the same moment
     except ValueError:
         raise FormatError(f"{store.uri}/{MANIFEST}: not a JSON object; delete what is there and export again") from None
     else:
         if _is_begun(store, standing):
             _refuse_another(store.uri, standing, identity)
+            _refuse_changed(store, standing)
         else:
             # One that stopped before its first file, on a wrong option, say: the right one may go here.
             store.put(MANIFEST, _json({**identity, "complete": False}))
@@ -151,6 +158,18 @@ def _refuse_another(uri: str, standing: Mapping[str, Any], identity: Mapping[str
             raise IdentityMismatch(
                 f"{uri}: holds an export with {key} {standing.get(key)}, this one has {value}; give another folder"
             )
+
+
+def _refuse_changed(store: Store, standing: Mapping[str, Any]) -> None:
+    """A file that is there counts as done, so that one which was changed or lost later would never be noticed."""
+    if not standing.get("complete"):
+        return
+    sizes = [size for name, size in store.list("") if name != MANIFEST]
+    if (len(sizes), sum(sizes)) != (standing.get("files"), standing.get("bytes")):
+        raise FormatError(
+            f"{store.uri}: {len(sizes)} files of {sum(sizes)} bytes, the export was complete with "
+            f"{standing.get('files')} of {standing.get('bytes')}; delete the folder and export again"
+        )
 
 
 def _json(document: Mapping[str, Any]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,9 @@ class TargetModel:
             ConfigError: it can't be read, or is that of another model.
         """
         from transformers import AutoConfig
+
+        if self.name.startswith(("/", ".", "~")) and not os.path.isdir(self.name):
+            raise ConfigError(f"model {self.name}: no such folder; say where it is now (--set model=...)")
 
         try:
             whole = AutoConfig.from_pretrained(self._name, revision=self._revision, trust_remote_code=False)

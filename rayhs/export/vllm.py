@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ABOUT = About(
     consumer="what reads the files of vLLM's ExampleHiddenStatesConnector (0.33)",
     needs="nothing",
-    writes="<row>.safetensors with hidden_states [tokens, layers, hidden] and token_ids int64; sample_ids.txt",
+    writes="<row>.safetensors with hidden_states [tokens, layers, hidden] and token_ids int64; sample_ids.jsonl",
     converts="nothing; float8_e4m3fn dequantised. The files have no loss mask",
 )
 

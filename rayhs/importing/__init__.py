@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -100,7 +101,7 @@ class ImportRun(DatasetRun):
 
 
 def import_files(
-    folder: str,
+    folder: str | os.PathLike[str],
     output: str,
     kind: str,
     *,
@@ -136,7 +137,7 @@ def import_files(
     """
     if kind not in DUMPS:
         raise ConfigError(f"--from {kind}: no such kind of dump; there are {', '.join(DUMPS)}")
-    path = _local(folder)
+    path = _local(os.fspath(folder))
     known = read_manifest(path, kind)
     config = _config(path, output, model, layers, settings or {}, known)
     run = ImportRun(DUMPS[kind](path), config, known, on_progress, repair_first)

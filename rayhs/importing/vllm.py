@@ -7,6 +7,7 @@ held with flock until its file is written; it stays behind, unless a client remo
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,19 +25,19 @@ from rayhs.prompts.rows import PlannedSample, SampleMaker
 from rayhs.shards import PlannedSample as ShardSample
 
 _LOCK = ".lock"
-_IDS = "sample_ids.txt"
+_IDS = "sample_ids.jsonl"
 
 
 class VllmDump(Dump):
     """Files in a folder and the folders below it, by name, those of a folder first; an id is a path without suffix.
 
-    With ``sample_ids.txt``, which `rayhs export` writes, row i is ``i.safetensors`` and line i its id.
+    With ``sample_ids.jsonl``, which `rayhs export` writes, row i is ``i.safetensors`` and line i its id, a JSON string.
     """
 
     kind = "vllm"
 
     def __init__(self, folder: Path) -> None:
-        """Raises InputError: no such folder, or files beside those that ``sample_ids.txt`` counts."""
+        """Raises InputError: no such folder, or files beside those that ``sample_ids.jsonl`` counts."""
         super().__init__(folder)
         if not folder.is_dir():
             raise InputError(f"{folder}: no such folder; give the one with the files *{SUFFIX}")
@@ -101,13 +102,22 @@ class VllmDump(Dump):
         return ((name, self._path_of(name)) for name in _walk(str(self.folder), "", ()))
 
     def _lines(self) -> Iterator[str]:
-        with open(self.folder / _IDS, encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
-            for line in lines:
-                yield line.removesuffix("\n")
+        for number, line in enumerate(self._raw_lines(), 1):
+            try:
+                sample_id = json.loads(line)
+            except (ValueError, RecursionError):
+                sample_id = None
+            if not isinstance(sample_id, str):
+                raise InputError(f"{self.folder}/{_IDS}: line {number} is not a JSON string; move the file elsewhere")
+            yield sample_id
+
+    def _raw_lines(self) -> Iterator[bytes]:
+        with open(self.folder / _IDS, "rb") as lines:
+            yield from lines
 
     @cached_property
     def _count(self) -> int:
-        return sum(1 for _ in self._lines())
+        return sum(1 for _ in self._raw_lines())
 
     def _refuse_unlisted(self) -> None:
         with os.scandir(self.folder) as entries:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from rayhs import layout
 from rayhs.config import StorageConfig
-from rayhs.errors import EXIT_DAMAGE, EXIT_OK, FormatError, ObjectNotFound
+from rayhs.errors import EXIT_DAMAGE, EXIT_OK, ConfigError, FormatError, ObjectNotFound
 from rayhs.layout import DatasetRecord, ErrorTotals, LayerError, ShardId, Summary
 from rayhs.reading.catalog import committed_shards, read_dataset_record, read_summary
 from rayhs.reading.index_table import read_index_file
@@ -119,10 +119,11 @@ class _Verification:
         record = self._dataset_record()
         if record is None:
             return self._report((0, 0), None)
-        if quality and reference is None:
+        own = quality and reference is None
+        if own:
             reference = record.model
         if reference is not None:
-            refuse_unlike(record, reference)  # before hours of reading
+            self._refuse_unlike(record, reference, own)  # before hours of reading
         finished, summary = self._summary()
         committed = set(committed_shards(self._store))
         planned = record.plan.shard_ids()
@@ -151,6 +152,14 @@ class _Verification:
                     f"(limit {compared.token_limit})",
                 )
         return self._report(self._orphans(), compared, finished)
+
+    def _refuse_unlike(self, record: DatasetRecord, reference: str, own: bool) -> None:
+        try:
+            refuse_unlike(record, reference)
+        except ConfigError as error:
+            if not own:
+                raise
+            raise ConfigError(f"--quality: {error}; say with --reference where the dataset's model is now") from None
 
     def _dataset_record(self) -> DatasetRecord | None:
         try:

@@ -5,6 +5,7 @@ Runs in the consumers' environment (`run.py`). Numbers of any float dtype are ke
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ def speculators(folder: str, out: str) -> Any:
 def vllm(folder: str, out: str) -> Any:
     from safetensors import safe_open
 
-    arrays: dict[str, Any] = {"sample_ids": Path(folder, "sample_ids.txt").read_text().splitlines()}
+    arrays: dict[str, Any] = {
+        "sample_ids": [json.loads(line) for line in Path(folder, "sample_ids.jsonl").read_text().splitlines()]
+    }
     for i in range(len(arrays["sample_ids"])):
         with safe_open(f"{folder}/{i}.safetensors", "pt") as file:
             arrays[f"{i}/ids"], arrays[f"{i}/states"] = file.get_tensor("token_ids"), file.get_tensor("hidden_states")
