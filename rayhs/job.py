@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from rayhs.codec import FP8, staged_bytes_at_most, token_bytes
 from rayhs.config import RunConfig
 from rayhs.errors import EngineError
-from rayhs.layout import DatasetRecord
+from rayhs.layout import CommitRecord, DatasetRecord
 from rayhs.log import logger
 from rayhs.model import ModelInfo
 from rayhs.parts import fractions, shares
@@ -125,6 +126,20 @@ class Receipt:
     error: str = ""
     fatal: bool = False
     metrics: str = ""
+
+    @classmethod
+    def of(cls, record: CommitRecord, started: float, metrics: str = "") -> Receipt:
+        """Of a shard that was committed just now."""
+        return cls(
+            shard=record.shard,
+            samples=len(record.index),
+            failed=record.status.count("failed"),
+            tokens=sum(record.good_tokens),
+            bytes=record.object_bytes,
+            started=started,
+            seconds=time.time() - started,
+            metrics=metrics,
+        )
 
     def as_row(self) -> dict[str, object]:
         return asdict(self)

@@ -276,16 +276,7 @@ class Replica:
         return min(sum(self._job.sample_bytes(len(p.token_ids) + extra) for p in planned), self.budget.limit)
 
     def _receipt(self, record: CommitRecord, started: float) -> Receipt:
-        return Receipt(
-            shard=record.shard,
-            samples=len(record.index),
-            failed=record.status.count("failed"),
-            tokens=sum(record.good_tokens),
-            bytes=record.object_bytes,
-            started=started,
-            seconds=time.time() - started,
-            metrics=json.dumps(self._all_metrics()) if self._job.measured else "",
-        )
+        return Receipt.of(record, started, json.dumps(self._all_metrics()) if self._job.measured else "")
 
     def _all_metrics(self) -> Totals:
         staging = self._keeper.staging

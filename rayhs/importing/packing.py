@@ -89,15 +89,7 @@ class Packer:
             return Receipt(str(shard), error=f"{error}; {REPAIR_HINT}")
         except StoreError as error:
             return Receipt(str(shard), error=str(error))
-        return Receipt(
-            shard=record.shard,
-            samples=len(record.index),
-            failed=record.status.count("failed"),
-            tokens=sum(record.good_tokens),
-            bytes=record.object_bytes,
-            started=started,
-            seconds=time.time() - started,
-        )
+        return Receipt.of(record, started)
 
     def _read(self, planned: PlannedSample) -> GoodSample | FailedSample:
         if self._stop.is_set():
