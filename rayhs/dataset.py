@@ -251,7 +251,7 @@ class Dataset(Views):
         view._shards = ShardReader(self._store, self.info, ())
         return view
 
-    def _choose(self, layers: Sequence[int] | None) -> Dataset:
+    def _choose(self, layers: int | Sequence[int] | None) -> Dataset:
         return self if layers is None else self.with_layers([layers] if isinstance(layers, int) else layers)
 
     def __repr__(self) -> str:

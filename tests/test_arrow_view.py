@@ -202,3 +202,8 @@ def test_committed_shards_of_an_unfinished_dataset(tmp_path: Path) -> None:
     ds = open_dataset(str(tmp_path), partial=True)
     assert [Path(uri).name[:10] for uri in ds.shard_uris()] == ["00000-0000", "00001-0000", "00001-0001", "00001-0002"]
     assert ds.arrow(states=False).read_all()["index"].to_pylist() == ds.index["index"].to_numpy()[ds.good].tolist()
+
+
+def test_one_layer_as_a_number(tmp_path: Path) -> None:
+    dataset = open_dataset(str(Builder(tmp_path).write().folder))
+    assert dataset.arrow(layers=2).read_all().equals(dataset.arrow(layers=[2]).read_all())

@@ -17,9 +17,9 @@ from rayhs.cli import app
 from rayhs.dataset import Dataset
 from rayhs.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, IdentityMismatch, RayhsError
 from rayhs.export import EXPORTERS, ExportReport, export_dataset
-from rayhs.export.cutting import cut
 from rayhs.export.target import MANIFEST
 from rayhs.layout import ShardId
+from rayhs.reading.cutting import cut
 from tests.builders import HIDDEN, Builder
 from tests.exports import CONTEXT, OPTIONS, states_of
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import rayhs
-from rayhs.errors import ConfigError, FormatError, IdentityMismatch, RayhsError
+from rayhs.cli import app
+from rayhs.errors import EXIT_INTERRUPTED, ConfigError, FormatError, IdentityMismatch, RayhsError
 from rayhs.export import ExportReport, export_dataset
 from rayhs.export.options import parse_options
 from rayhs.export.target import MANIFEST
@@ -122,3 +126,12 @@ def test_layers_as_people_write_them(value: object, layers: tuple[int, ...]) -> 
     from rayhs.export.speculators import Options
 
     assert parse_options(Options, {"layers": value}, "speculators").layers == layers
+
+
+def test_sigterm_is_told_as_an_interruption(built: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(self: LocalFolderStore, name: str, data: bytes) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(LocalFolderStore, "put", put)
+    done = CliRunner().invoke(app, ["export", str(built.folder), str(tmp_path / "out"), "--to", "vllm"])
+    assert done.exit_code == EXIT_INTERRUPTED and "run the same command again to go on" in done.stderr

@@ -125,3 +125,10 @@ def test_a_damaged_file_of_the_index_is_named_where_it_is_read(tmp_path: Path) -
     built.write_index(1, rows[1:])
     with pytest.raises(FormatError, match="not one row a sample"):
         open_dataset(str(tmp_path)).by_id("row-0")
+
+
+@pytest.mark.parametrize("key", [5, None, b"row-1"])
+def test_an_id_that_is_no_text(tmp_path: Path, key: Any) -> None:
+    dataset = open_dataset(str(Builder(tmp_path).write().folder))
+    with pytest.raises(TypeError, match=f"a sample id is a str, not {type(key).__name__}"):
+        dataset.by_id(key)

@@ -196,3 +196,11 @@ def test_a_reference_that_does_not_fit_is_refused_before_anything_is_read(
     model = save_tiny_model("llama", tmp_path / "model")
     with pytest.raises(ConfigError, match="6 layers of 64, the dataset is of 4 layers of 8"):
         verify(str(built.folder), reference=str(model))
+
+
+def test_quality_says_where_to_name_a_model_that_has_moved(tmp_path: Path) -> None:
+    built = Builder(tmp_path / "data", model=str(tmp_path / "gone")).write()
+    with pytest.raises(ConfigError, match="^--quality: .*gone: no such folder; say with --reference where"):
+        verify(str(built.folder), quality=True)
+    with pytest.raises(ConfigError, match="^--reference .*gone: no such folder$"):
+        verify(str(built.folder), reference=str(tmp_path / "gone"))

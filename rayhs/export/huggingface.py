@@ -27,10 +27,10 @@ from rayhs.export.arrow_folder import (
     write_batches,
 )
 from rayhs.export.convert import state_dtype
-from rayhs.export.cutting import cut
 from rayhs.export.options import About, ExportOptions
 from rayhs.export.rows import lengths_of, positions_of, put_shards
 from rayhs.export.target import Target
+from rayhs.reading.cutting import cut
 from rayhs.reading.sample import Sample
 
 if TYPE_CHECKING:

@@ -6,16 +6,16 @@ import hashlib
 import json
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from rayhs.config import StorageConfig
 from rayhs.errors import ConfigError, FormatError, IdentityMismatch, ObjectNotFound
+from rayhs.reading.ahead import in_order
 from rayhs.reading.sample import Sample
 from rayhs.store import Store, open_store
 
@@ -86,22 +86,16 @@ class Target:
         missing = [number for number in range(len(positions)) if not self.has(name(number))]
         done, total = len(positions) - len(missing), len(positions)
         self._on_progress(done, total)
-        pending: deque[Future[None]] = deque()
 
         def write(number: int, sample: Sample) -> None:
             self.put(name(number), encode(sample))
 
-        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="rayhs-export") as pool:
-            samples = dataset.samples([positions[number] for number in missing])
-            for number, sample in zip(missing, samples, strict=True):
-                pending.append(pool.submit(write, number, sample))
-                while len(pending) >= _WRITERS or (pending and pending[0].done()):
-                    pending.popleft().result()
-                    done += 1
-                    self._on_progress(done, total)
-            for future in pending:
-                future.result()
-        self._on_progress(total, total)
+        samples = dataset.samples([positions[number] for number in missing])
+        writes = (partial(write, number, sample) for number, sample in zip(missing, samples, strict=True))
+        with closing(in_order(writes, _WRITERS - 1, _WRITERS)) as written:
+            for _ in written:
+                done += 1
+                self._on_progress(done, total)
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write the manifest, complete: the identity and ``facts``, with the number and bytes of all files."""

@@ -18,10 +18,10 @@ from pydantic import ByteSize, Field
 
 from rayhs.codec import Array, state_name
 from rayhs.export.convert import as_torch, state_dtype, torch_bytes
-from rayhs.export.cutting import cut
 from rayhs.export.options import About, ExportOptions
 from rayhs.export.rows import ids_of, lengths_of, positions_of, put_shards
 from rayhs.export.target import Target
+from rayhs.reading.cutting import cut
 from rayhs.reading.sample import Sample
 
 if TYPE_CHECKING:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from itertools import islice
 from typing import TypeVar
+
+from rayhs.reading import ahead
 
 THREADS = 16  # files may be on a network file system, where one read is mostly waiting
 CHUNK = 64  # a future costs as much as reading a small file
@@ -18,18 +20,12 @@ B = TypeVar("B")
 def in_order(work: Callable[[A], B], items: Iterable[A], threads: int = THREADS, chunk: int = CHUNK) -> Iterator[B]:
     """``work`` of each item, in the order of ``items``, ``chunk`` of them a thread; what it raises comes out."""
 
-    def run(part: list[A]) -> list[B]:
-        return [work(item) for item in part]
-
     left = iter(items)
-    pending: deque[Future[list[B]]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="rayhs-import") as pool:
-        try:
-            while part := list(islice(left, chunk)):
-                pending.append(pool.submit(run, part))
-                if len(pending) > 2 * threads:
-                    yield from pending.popleft().result()
-            while pending:
-                yield from pending.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    parts = iter(lambda: list(islice(left, chunk)), [])
+    with closing(ahead.in_order((partial(_each, work, part) for part in parts), 2 * threads, threads)) as done:
+        for results in done:
+            yield from results
+
+
+def _each(work: Callable[[A], B], part: list[A]) -> list[B]:
+    return [work(item) for item in part]

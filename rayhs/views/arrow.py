@@ -14,6 +14,7 @@ from rayhs.codec import STATE_DTYPES, Array, scale_name, state_name
 from rayhs.errors import ConfigError
 from rayhs.layout import DatasetRecord
 from rayhs.reading.ahead import in_order
+from rayhs.reading.cutting import cut
 from rayhs.reading.index_table import good_by_shard
 from rayhs.reading.plan_reader import PlanReader
 from rayhs.reading.shard_reader import Place, ShardReader, StoredSample
@@ -99,15 +100,8 @@ class RowReader:
         return codec.token_bytes(self.layers, self._record.hidden_size, self.dtype) + _TOKEN_BYTES
 
     def _cut(self, rows: pa.Table) -> Iterator[pa.Table]:
-        token_bytes = self._token_bytes()
-        start = nbytes = 0
-        for row, tokens in enumerate(rows["num_tokens"].to_pylist()):
-            size = tokens * token_bytes
-            if row > start and nbytes + size > READ_BYTES:
-                yield rows.slice(start, row - start)
-                start, nbytes = row, 0
-            nbytes += size
-        yield rows.slice(start)
+        for some in cut(rows["num_tokens"].to_numpy() * self._token_bytes(), READ_BYTES):
+            yield rows.slice(some.start, some.stop - some.start)
 
     def _read(self, rows: pa.Table) -> pa.RecordBatch:
         stored = self._stored(rows) if self._reads_shards else []

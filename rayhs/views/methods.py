@@ -34,7 +34,7 @@ class Views(ABC):
     def with_layers(self, layers: Sequence[int]) -> Dataset: ...
 
     @abstractmethod
-    def _choose(self, layers: Sequence[int] | None) -> Dataset: ...
+    def _choose(self, layers: int | Sequence[int] | None) -> Dataset: ...
 
     def torch(
         self, layers: int | Sequence[int] | None = None, *, window: int | None = None, select: Select = "all"
@@ -59,12 +59,12 @@ class Views(ABC):
         from rayhs.views.torch import TorchView
 
         single = layers if isinstance(layers, int) else None
-        wanted = self._choose([layers] if isinstance(layers, int) else layers)
+        wanted = self._choose(layers)
         return TorchView(wanted, single, window, select)
 
     def stream(
         self,
-        layers: Sequence[int] | None = None,
+        layers: int | Sequence[int] | None = None,
         *,
         shuffle_buffer: int = 0,
         seed: int = 0,
@@ -91,7 +91,7 @@ class Views(ABC):
 
     def arrow(
         self,
-        layers: Sequence[int] | None = None,
+        layers: int | Sequence[int] | None = None,
         *,
         states: bool = True,
         columns: Sequence[str] | None = None,
@@ -133,7 +133,7 @@ class Views(ABC):
 
     def ray(
         self,
-        layers: Sequence[int] | None = None,
+        layers: int | Sequence[int] | None = None,
         *,
         states: bool = True,
         columns: Sequence[str] | None = None,

@@ -1,4 +1,4 @@
-"""Which rows of an export are in which file, known before any is written: so an export goes on file by file."""
+"""Rows cut into pieces of bounded size, known before any is read: files of an export, batches of a view."""
 
 from __future__ import annotations
 
