@@ -128,7 +128,11 @@ def build_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
         end = offset + spec.nbytes
         entries[spec.name] = {"dtype": _CODE_OF[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
         offset = end
-    body = json.dumps(entries, separators=(",", ":")).encode()
+    return _framed(json.dumps(entries, separators=(",", ":")))
+
+
+def _framed(text: str) -> bytes:
+    body = text.encode()
     body += b" " * (-len(body) % 8)
     return struct.pack("<Q", len(body)) + body
 
@@ -238,3 +242,30 @@ def staged_bytes_at_most(layers: Sequence[int], hidden: int, dtype: str, tokens:
     """An upper bound of a staged file's size in bytes, header included."""
     specs = staged_specs(layers, hidden, dtype, tokens)
     return 512 + sum(160 + spec.nbytes for spec in specs)
+
+
+class StagedHeader:
+    """`build_header` of `staged_specs` of any number of tokens: made once, then filled in.
+
+    vLLM's worker loop needs one a sample, and launches no kernels meanwhile.
+    """
+
+    def __init__(self, layers: Sequence[int], hidden: int, dtype: str, metadata: Mapping[str, str]) -> None:
+        one = staged_specs(layers, hidden, dtype, 1)
+        self.token_bytes = sum(spec.nbytes for spec in one)  # every tensor grows with the tokens
+        self._empty_at_most = staged_bytes_at_most(layers, hidden, dtype, 0)
+        text = json.dumps({"__metadata__": dict(metadata)}, separators=(",", ":"))[:-1].replace("%", "%%")
+        begin, self._factors = 0, []
+        for spec in one:
+            rest = "".join(f",{size}" for size in spec.shape[1:])
+            text += f',"{spec.name}":{{"dtype":"{_CODE_OF[spec.dtype]}","shape":[%d{rest}],"data_offsets":[%d,%d]}}'
+            self._factors += [1, begin, begin + spec.nbytes]
+            begin += spec.nbytes
+        self._template = text + "}"
+
+    def build(self, tokens: int) -> bytes:
+        return _framed(self._template % tuple([factor * tokens for factor in self._factors]))
+
+    def at_most(self, tokens: int) -> int:
+        """`staged_bytes_at_most`."""
+        return self._empty_at_most + tokens * self.token_bytes

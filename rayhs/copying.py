@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from rayhs.codec import FP8, build_header, staged_bytes_at_most, staged_specs
+from rayhs.codec import FP8, StagedHeader
 from rayhs.fp8 import LARGEST, LEAST_SCALE
 from rayhs.metrics import Metrics
 from rayhs.staging import StagedFile, StagedSlot, StagingArea
@@ -101,10 +101,9 @@ class StagedLayout:
     def __init__(self, cache: StateCache, quantizes: bool) -> None:
         self.cache, self.quantizes = cache, quantizes
         self.dtype = FP8 if quantizes else cache.dtype
-
-    def at_most(self, tokens: int) -> int:
-        """Bytes of a sample, an upper bound."""
-        return staged_bytes_at_most(self.cache.layers, self.cache.hidden, self.dtype, tokens)
+        metadata = {"layers": ",".join(map(str, cache.layers)), "dtype": self.dtype}
+        self._torch_dtype: torch.dtype = getattr(torch, self.dtype)
+        self.header = StagedHeader(cache.layers, cache.hidden, self.dtype, metadata)
 
     def encode(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What is staged of `[layers, tokens, hidden]`: the states, or float8 states, scales and errors."""
@@ -125,25 +124,25 @@ class StagedLayout:
     def _parts(self, tokens: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         layers, hidden = len(self.cache.layers), self.cache.hidden
         small = [(torch.float32, (layers, tokens))] * 2 if self.quantizes else []
-        return [(getattr(torch, self.dtype), (layers, tokens, hidden)), *small]
+        return [(self._torch_dtype, (layers, tokens, hidden)), *small]
+
+    @property
+    def encoded_token_bytes(self) -> int:
+        """Bytes of what `encode` gives of one token."""
+        return self.header.token_bytes - 4  # without its id
 
 
 class StagedSample:
     """The staged file of one sample; ``parts`` are what `StagedLayout.encode` gives, in its memory."""
 
     def __init__(self, layout: StagedLayout, area: StagingArea, key: str, token_ids: array[int]) -> None:
-        cache, tokens = layout.cache, len(token_ids)
-        specs = staged_specs(cache.layers, cache.hidden, layout.dtype, tokens)
-        header = build_header(specs, {"layers": ",".join(map(str, cache.layers)), "dtype": layout.dtype})
-        self.file: StagedFile | StagedSlot = area.create(key, len(header) + sum(spec.nbytes for spec in specs))
+        tokens, header = len(token_ids), layout.header.build(len(token_ids))
+        nbytes = len(header) + tokens * layout.header.token_bytes
+        self.file: StagedFile | StagedSlot = area.create(key, nbytes)
         memory = self.file.buffer
         memory[: len(header)] = header
         self.parts = layout.views(memory, len(header), tokens)
         memory[len(memory) - 4 * tokens :] = memoryview(token_ids).cast("B")
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
 
     def places(self, first: int, tokens: int) -> list[torch.Tensor]:
         """The parts of ``tokens`` tokens from ``first`` on."""
@@ -158,7 +157,7 @@ class HostCopier:
         self._done: set[str] = set()
 
     def staged_bytes(self, tokens: int) -> int:
-        return self._layout.at_most(tokens)
+        return self._layout.header.at_most(tokens)
 
     def start(self, req_id: str, key: str, token_ids: array[int], block_ids: Sequence[int]) -> None:
         cache = self._layout.cache

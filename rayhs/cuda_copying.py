@@ -10,38 +10,35 @@ import queue
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from rayhs.copy_batches import Buffers, Piece, Transfer, block_table, next_pieces
 from rayhs.copying import StagedLayout, StagedSample
 from rayhs.log import logger
 from rayhs.metrics import Metrics
 from rayhs.staging import StagedSlot, StagingArea
 
-_PIECE_BYTES = 32 * 2**20
+_BATCH_BYTES = 64 * 2**20
+_PINNED_PIECE_BYTES = 32 * 2**20
 _WRITERS = 4
 
 
 @dataclass
-class _Transfer:
-    req_id: str
-    key: str
-    sample: StagedSample
-    blocks: list[int]
-    tokens: int
-    next_block: int = 0
-    begun: torch.cuda.Event | None = None
-    ended: torch.cuda.Event | None = None
-    writes: list[Future[None]] = field(default_factory=list)
+class _Batch:
+    pieces: list[Piece]
+    begun: torch.cuda.Event
+    ended: torch.cuda.Event
 
 
 class CudaCopier:
-    """Gathers pieces on a stream of its own, and copies them to the host from there.
+    """Gathers batches of pieces on a stream of its own, a kernel each, and copies them to the host from there.
 
     The forward's stream is never waited for: an event orders a copy after the forwards that wrote what it
-    reads, and it runs beside the one submitted since. GPU scratch is a piece, as the stream works on one after
+    reads, and it runs beside the one submitted since. GPU scratch is a batch, as the stream works on one after
     the other (and some ten where a GPU without float8 quantizes). Blocks are free once the last piece has left the
     device.
     """
@@ -52,23 +49,24 @@ class CudaCopier:
         cache = layout.cache
         self._layout, self._cache, self._area, self._metrics = layout, cache, area, metrics
         self._gather = gatherer(layout)
-        self._piece_blocks = max(1, _PIECE_BYTES // (cache.token_bytes * cache.block_size))
+        self._batch_tokens = _whole_blocks(_BATCH_BYTES, layout)
         self._written = torch.cuda.Event()
         # Ahead of the forward's kernels, which would else hold the few small ones up.
         self._stream = torch.cuda.Stream(device=cache.tensor.device, priority=-1)
-        self._gather(torch.zeros(1, dtype=torch.long, device=cache.tensor.device), 1)  # so that it is compiled
+        self._gather(torch.zeros(1, 4, dtype=torch.long, device=cache.tensor.device), [1])  # so that it is compiled
         self._arena = _register(area)
-        self._pinned = _PinnedWriters(layout, area, self._piece_blocks * cache.block_size, pinned_bytes, metrics)
-        self._waiting: deque[_Transfer] = deque()
-        self._copying: deque[_Transfer] = deque()
+        self._pinned = _PinnedWriters(layout, area, _whole_blocks(_PINNED_PIECE_BYTES, layout), pinned_bytes, metrics)
+        self._waiting: deque[Transfer] = deque()
+        self._copying: deque[_Batch] = deque()
 
     def staged_bytes(self, tokens: int) -> int:
-        return self._layout.at_most(tokens)
+        return self._layout.header.at_most(tokens)
 
     def start(self, req_id: str, key: str, token_ids: array[int], block_ids: Sequence[int]) -> None:
         sample = StagedSample(self._layout, self._area, key, token_ids)
-        blocks = list(block_ids)[: -(-len(token_ids) // self._cache.block_size)]
-        self._waiting.append(_Transfer(req_id, key, sample, blocks, len(token_ids)))
+        blocks = np.array(block_ids, np.int64)[: -(-len(token_ids) // self._cache.block_size)]
+        direct = self._arena is not None and isinstance(sample.file, StagedSlot)
+        self._waiting.append(Transfer(req_id, key, sample, blocks, len(token_ids), direct))
 
     def forward_begins(self) -> None:
         self._written.record()
@@ -77,12 +75,14 @@ class CudaCopier:
         self._submit()
         done: set[str] = set()
         # In the order of the stream: when one has not ended, none behind it has.
-        while self._copying and _has_ended(self._copying[0]):
-            transfer = self._copying.popleft()
-            self._count(transfer)
-            if self._is_direct(transfer):
-                transfer.sample.file.publish()
-            done.add(transfer.req_id)
+        while self._copying and self._copying[0].ended.query():
+            batch = self._copying.popleft()
+            nbytes = sum(piece.tokens for piece in batch.pieces) * self._layout.encoded_token_bytes
+            self._metrics.add("GPU to host", batch.begun.elapsed_time(batch.ended) / 1000, nbytes)
+            for transfer in (piece.transfer for piece in batch.pieces if piece.is_last):
+                if transfer.direct:
+                    transfer.sample.file.publish()
+                done.add(transfer.req_id)
         return done
 
     def close(self) -> None:
@@ -94,54 +94,40 @@ class CudaCopier:
         if self._arena is not None:
             torch.cuda.cudart().cudaHostUnregister(self._arena.data_ptr())
 
-    def _is_direct(self, transfer: _Transfer) -> bool:
-        return self._arena is not None and isinstance(transfer.sample.file, StagedSlot)
-
     def _submit(self, block: bool = False) -> None:
         if not self._waiting:
             return
         self._stream.wait_event(self._written)
-        while self._waiting:
-            transfer = self._waiting[0]
-            with torch.cuda.stream(self._stream):
-                if not self._copy(transfer, block):
-                    return  # every pinned buffer is in flight; go on at the next step
-                transfer.ended = torch.cuda.Event(enable_timing=True)
-                transfer.ended.record(self._stream)
-            self._copying.append(self._waiting.popleft())
+        with torch.cuda.stream(self._stream):
+            while pieces := self._next_pieces(block):
+                self._copying.append(self._copy(pieces))
 
-    def _copy(self, transfer: _Transfer, block: bool) -> bool:
-        """Submit what is left of a transfer; whether that is all."""
-        if transfer.begun is None:
-            transfer.begun = torch.cuda.Event(enable_timing=True)
-            transfer.begun.record(self._stream)
-        direct = self._is_direct(transfer)
-        ids = torch.tensor(transfer.blocks, pin_memory=True).to(self._cache.tensor.device, non_blocking=True)
-        while transfer.next_block < len(transfer.blocks):
-            # Before the work: without one the piece is made anew at the next step.
-            pinned = None if direct else self._pinned.take(block)
-            if pinned is None and not direct:
-                return False
-            first, encoded = self._piece(transfer, ids)
-            if pinned is None:
-                _to_host(encoded, transfer.sample.places(first, encoded[0].shape[1]))
+    def _next_pieces(self, block: bool) -> list[Piece]:
+        def take(may_block: bool) -> Buffers | None:
+            return self._pinned.take(block and may_block)
+
+        return next_pieces(self._waiting, self._batch_tokens, self._pinned.piece_tokens, take)
+
+    def _copy(self, pieces: list[Piece]) -> _Batch:
+        batch = _Batch(pieces, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        batch.begun.record(self._stream)
+        table = torch.from_numpy(block_table(pieces, self._cache.block_size)).pin_memory()
+        encoded = self._gather(table.to(self._cache.tensor.device, non_blocking=True), [p.tokens for p in pieces])
+        for piece, parts in zip(pieces, encoded, strict=True):
+            if piece.buffers is None:
+                _to_host(parts, piece.transfer.sample.places(piece.first, piece.tokens))
             else:
-                self._pinned.copy(self._stream, encoded, pinned, transfer, first)
-            transfer.next_block += self._piece_blocks
-        if not direct:
-            self._pinned.hand_over(transfer)
-        return True
+                self._pinned.copy(self._stream, parts, piece.buffers, piece.transfer, piece.first)
+                if piece.is_last:
+                    self._pinned.hand_over(piece.transfer)
+        batch.ended.record(self._stream)
+        return batch
 
-    def _piece(self, transfer: _Transfer, ids: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
-        """The first token and the encoded states of the next piece."""
-        size, begin = self._cache.block_size, transfer.next_block
-        tokens = min(self._piece_blocks * size, transfer.tokens - begin * size)
-        return begin * size, self._gather(ids[begin : begin + self._piece_blocks], tokens)
 
-    def _count(self, transfer: _Transfer) -> None:
-        assert transfer.begun is not None and transfer.ended is not None
-        seconds = transfer.begun.elapsed_time(transfer.ended) / 1000
-        self._metrics.add("GPU to host", seconds, transfer.sample.nbytes)
+def _whole_blocks(nbytes: int, layout: StagedLayout) -> int:
+    """How many tokens of the cache are about so many bytes: those of whole blocks."""
+    size = layout.cache.block_size
+    return max(1, nbytes // (layout.cache.token_bytes * size)) * size
 
 
 def _to_host(parts: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
@@ -150,10 +136,6 @@ def _to_host(parts: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> Non
         pairs = [(part, place)] if place.is_contiguous() else zip(part, place, strict=True)
         for source, target in pairs:
             target.copy_(source, non_blocking=True)
-
-
-def _has_ended(transfer: _Transfer) -> bool:
-    return transfer.ended is not None and transfer.ended.query()
 
 
 def _register(area: StagingArea) -> torch.Tensor | None:
@@ -177,9 +159,9 @@ class _PinnedWriters:
         self, layout: StagedLayout, area: StagingArea, piece_tokens: int, pinned_bytes: int, metrics: Metrics
     ) -> None:
         self._layout, self._area, self._metrics = layout, area, metrics
-        self._piece_tokens = piece_tokens
-        self._left = max(2, pinned_bytes // layout.at_most(piece_tokens))
-        self._pool: queue.SimpleQueue[tuple[torch.Tensor, ...]] = queue.SimpleQueue()
+        self.piece_tokens = piece_tokens
+        self._left = max(2, pinned_bytes // (piece_tokens * layout.encoded_token_bytes))
+        self._pool: queue.SimpleQueue[Buffers] = queue.SimpleQueue()
         # A thread's own device is 0 until it says so, and using that takes memory there.
         self._writers = ThreadPoolExecutor(
             _WRITERS,
@@ -188,7 +170,7 @@ class _PinnedWriters:
             initargs=(layout.cache.tensor.device,),
         )
 
-    def take(self, block: bool) -> tuple[torch.Tensor, ...] | None:
+    def take(self, block: bool) -> Buffers | None:
         """A buffer; None where every one is in use and ``block`` is not set."""
         pinned = self._buffer(block)
         self._metrics.waiting("wait for pinned memory", pinned is None)
@@ -198,8 +180,8 @@ class _PinnedWriters:
         self,
         stream: torch.cuda.Stream,
         encoded: Sequence[torch.Tensor],
-        pinned: tuple[torch.Tensor, ...],
-        transfer: _Transfer,
+        pinned: Buffers,
+        transfer: Transfer,
         first: int,
     ) -> None:
         """Copy a piece into a buffer taken, and from there into its sample."""
@@ -210,25 +192,23 @@ class _PinnedWriters:
         places = transfer.sample.places(first, tokens)
         transfer.writes.append(self._writers.submit(self._write, copied, pinned, places))
 
-    def hand_over(self, transfer: _Transfer) -> None:
+    def hand_over(self, transfer: Transfer) -> None:
         # Queued behind its own pieces in one pool, so waiting there can't starve them.
         self._writers.submit(self._publish, transfer)
 
     def close(self) -> None:
         self._writers.shutdown(wait=True)
 
-    def _buffer(self, block: bool) -> tuple[torch.Tensor, ...] | None:
+    def _buffer(self, block: bool) -> Buffers | None:
         try:
             return self._pool.get(block=block and not self._left)
         except queue.Empty:
             if not self._left:
                 return None
         self._left -= 1
-        return self._layout.pinned(self._piece_tokens)
+        return self._layout.pinned(self.piece_tokens)
 
-    def _write(
-        self, copied: torch.cuda.Event, pinned: tuple[torch.Tensor, ...], places: Sequence[torch.Tensor]
-    ) -> None:
+    def _write(self, copied: torch.cuda.Event, pinned: Buffers, places: Sequence[torch.Tensor]) -> None:
         try:
             copied.synchronize()
             # vLLM's worker made both tensors in inference mode; threads start outside.
@@ -239,7 +219,7 @@ class _PinnedWriters:
         finally:
             self._pool.put(pinned)
 
-    def _publish(self, transfer: _Transfer) -> None:
+    def _publish(self, transfer: Transfer) -> None:
         try:
             for write in transfer.writes:
                 write.result()

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayhs.codec import FP8, STATE_DTYPES, build_header, staged_specs
+from rayhs.codec import FP8, STATE_DTYPES, StagedHeader, build_header, staged_bytes_at_most, staged_specs
 from rayhs.errors import SampleError, StoreError
 from rayhs.fake import fake_states
 from rayhs.fp8 import quantize
@@ -223,3 +223,20 @@ def test_every_sample_is_where_the_record_says(
             states = file.get_slice(f"hidden_states.{layer}")
             for prompt, start, count in zip(prompts, record.token_start, record.num_tokens, strict=True):
                 assert np.array_equal(states[start : start + count], fake_states(prompt, layer, HIDDEN))
+
+
+@given(
+    st.sets(st.integers(0, 200), min_size=1, max_size=40),
+    st.integers(1, 20_000),
+    st.sampled_from([*STATE_DTYPES]),
+    st.integers(0, 2**22),
+    st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=2),
+)
+def test_a_staged_header_is_filled_in_as_it_would_be_built(
+    layers: set[int], hidden: int, dtype: str, tokens: int, metadata: dict[str, str]
+) -> None:
+    header = StagedHeader(sorted(layers), hidden, dtype, metadata)
+    specs = staged_specs(sorted(layers), hidden, dtype, tokens)
+    assert header.build(tokens) == build_header(specs, metadata)
+    assert tokens * header.token_bytes == sum(one.nbytes for one in specs)
+    assert header.at_most(tokens) == staged_bytes_at_most(sorted(layers), hidden, dtype, tokens)
