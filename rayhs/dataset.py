@@ -12,12 +12,13 @@ import pyarrow as pa
 from rayhs.codec import token_bytes
 from rayhs.config import StorageConfig
 from rayhs.errors import ConfigError, IncompleteDataset, SampleError
-from rayhs.layout import DatasetRecord, Summary
+from rayhs.layout import INDEX_SCHEMA, DatasetRecord, Summary
 from rayhs.reading.ahead import in_order
 from rayhs.reading.catalog import committed_shards, read_dataset_record, read_summary
-from rayhs.reading.id_lookup import ID_COLUMNS, IdLookup, good_rows
+from rayhs.reading.id_lookup import ID_COLUMNS, IdLookup
 from rayhs.reading.index_files import IndexFiles
 from rayhs.reading.index_table import partial_index, read_index
+from rayhs.reading.outline import OUTLINE_COLUMNS, Outline, Rows, good_rows, outline_of
 from rayhs.reading.plan_reader import PlanReader
 from rayhs.reading.sample import LayerStates, Sample
 from rayhs.reading.shard_reader import Place, ShardReader, StoredSample
@@ -172,14 +173,16 @@ class Dataset(Views):
         return self._sample(row, self._shards.read_many(row["shard"], [place])[0])
 
     def read_together(self, positions: Sequence[int], own_memory: bool = False) -> list[Sample]:
-        """Good samples of one shard, read at once: what lies side by side in one piece.
+        """Good samples of one shard, ascending, read at once: what lies side by side in one piece.
 
         Their arrays are views of what was read, which stays as long as one of them does, or have memory of their own.
 
         Raises:
             FormatError, StoreError: the shard is damaged or can't be read.
         """
-        rows: list[dict[str, Any]] = self.index.take(pa.array(positions)).to_pylist()
+        first = positions[0]
+        some = self._rows.slice(first, positions[-1] + 1 - first)
+        rows: list[dict[str, Any]] = some.take(pa.array(np.asarray(positions) - first)).to_pylist()
         places = [Place(row["index"], row["token_start"], row["num_tokens"]) for row in rows]
         stored = self._shards.read_many(rows[0]["shard"], places)
         return [self._sample(row, one.copied() if own_memory else one) for row, one in zip(rows, stored, strict=True)]
@@ -239,7 +242,7 @@ class Dataset(Views):
         """The same dataset, reading only ``layers``; raises ConfigError for one that is not stored."""
         view = Dataset(self._store, self.info, self.summary, layers)
         view._index_files = self._index_files
-        for name in ("index", "_ids", "good"):
+        for name in ("index", "outline", "_ids", "good"):
             if name in self.__dict__:
                 view.__dict__[name] = self.__dict__[name]
         return view
@@ -268,9 +271,21 @@ class Dataset(Views):
     @cached_property
     def good(self) -> Any:
         """Which rows of `index` have states: numpy bool `[rows]`."""
-        if "_ids" in self.__dict__:
-            return self._ids.good
+        if "outline" in self.__dict__ or "_ids" in self.__dict__:
+            return self.outline.good if "outline" in self.__dict__ else self._ids.good
         return np.concatenate([np.zeros(0, bool), *map(good_rows, self.index_tables(["status"]))])
+
+    @cached_property
+    def outline(self) -> Outline:
+        """Which rows of `index` have states, of how many tokens and in which shards; made in one pass over it.
+
+        Raises:
+            ObjectNotFound, FormatError: a file of the index is missing, damaged or says something impossible.
+        """
+        return outline_of(self._checked_index(OUTLINE_COLUMNS), len(self))
+
+    def _checked_index(self, columns: Sequence[str] = tuple(INDEX_SCHEMA.names)) -> Iterable[pa.Table]:
+        return [self.index] if self._has_index else self._index_files.checked_tables(columns)
 
     def index_tables(self, columns: Sequence[str]) -> Iterable[pa.Table]:
         """`index` in pieces, in order, with ``columns`` at least; no more of it comes into memory than already is.
@@ -292,6 +307,14 @@ class Dataset(Views):
     def _has_index(self) -> bool:
         return "index" in self.__dict__ or not self.complete
 
+    @property
+    def _rows(self) -> Rows:
+        return self.index if self._has_index else self._index_files
+
+    def _stored_rows(self) -> Rows:
+        """As `_rows`, small enough for Ray's object store where the dataset is large."""
+        return self._index_files if self.complete else self.index
+
     def _is_good(self, position: int) -> bool:
         if not -len(self) <= position < len(self):
             raise IndexError(f"sample {position} of a dataset of {len(self)} samples")
@@ -303,9 +326,7 @@ class Dataset(Views):
         Raises:
             ObjectNotFound, FormatError: the file is missing or damaged.
         """
-        if not self._has_index:
-            return self._index_files.row(position)
-        rows: list[dict[str, Any]] = self.index.slice(position, 1).to_pylist()
+        rows: list[dict[str, Any]] = self._rows.slice(position, 1).to_pylist()
         return rows[0]
 
 

@@ -122,6 +122,26 @@ def test_ray_knows_rows_sizes_and_schema_without_reading(tmp_path: Path) -> None
     assert store.taken() == {}
 
 
+def test_of_many_shards_a_task_reads_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rayhs.views import ray as ray_module
+
+    built = Builder(tmp_path, groups=MANY).write()
+    ds = open_dataset(str(tmp_path))
+    want = [row.index for row in built.good()]
+    for most, tasks_wanted in ((1, 1), (3, 3), (4, 4), (8, 7)):
+        monkeypatch.setattr(ray_module, "_MOST_TASKS", most)
+        source: Any = ds.ray([2])._logical_plan.dag.datasource
+        tasks = source.get_read_tasks(200)
+        assert len(tasks) == tasks_wanted and sum(len(task.metadata.input_files) for task in tasks) == 7
+        assert [index for task in tasks for block in task() for index in block["index"].to_pylist()] == want
+        assert sum(task.metadata.size_bytes for task in tasks) == source.estimate_inmemory_data_size()
+        for limit in (1, 4, 100):
+            for task in source.get_read_tasks(200, per_task_row_limit=limit):
+                rows = sum(block.num_rows for block in task())
+                assert 0 < rows == task.metadata.num_rows <= limit
+    assert "index" not in ds.__dict__
+
+
 @pytest.mark.parametrize("shard_format", FORMATS)
 def test_only_the_bytes_of_what_is_asked_for_are_read(tmp_path: Path, shard_format: str) -> None:
     built = Builder(tmp_path / "data", shard_format=shard_format, dtype="bfloat16", groups=MANY, hidden=4096).write()

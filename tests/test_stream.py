@@ -90,6 +90,19 @@ def test_epochs_have_orders_of_their_own(ds: Dataset) -> None:
     assert any(abs(a - b) > 6 for a, b in zip(epochs[0], epochs[0][1:], strict=False))
 
 
+def test_an_order_is_the_same_in_every_version(ds: Dataset) -> None:
+    """What was written down as `state_dict` goes on in a later rayhs."""
+    orders = {
+        (5, 1, (0, 1), 1): [12, 3, 2, 5, 14, 1, 16, 15, 18, 6, 8, 0, 9, 20, 11, 10, 23, 21, 19, 24, 17, 13, 22],
+        (3, 0, (1, 2), 0): [12, 3, 6, 5, 15, 11, 16, 17, 14, 18],
+        (40, 7, (0, 1), 0): [22, 13, 12, 5, 23, 19, 20, 0, 15, 9, 21, 11, 10, 1, 17, 16, 18, 3, 24, 8, 2, 14, 6],
+    }
+    for (buffer, seed, shard, epoch), order in orders.items():
+        stream = ds.stream(shuffle_buffer=buffer, seed=seed, shard=shard)
+        stream.set_epoch(epoch)
+        assert indices(stream) == order
+
+
 def test_leaving_an_epoch_and_coming_back(ds: Dataset) -> None:
     stream = ds.stream(shuffle_buffer=3)
     whole = indices(ds.stream(shuffle_buffer=3))

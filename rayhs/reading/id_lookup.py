@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import xxhash
 
 from rayhs.codec import Array
+from rayhs.reading.outline import good_rows
 
 ID_COLUMNS = ("sample_id", "status")
 
@@ -46,11 +46,6 @@ class IdLookup:
             if id_at(position) == sample_id:
                 return int(position)
         return None
-
-
-def good_rows(table: pa.Table) -> Array:
-    """Which rows have states: bool `[rows]`."""
-    return np.asarray(pc.equal(table["status"], "ok"))
 
 
 def hash_ids(ids: pa.ChunkedArray) -> Array:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -39,16 +38,15 @@ class IndexFiles:
         """Rows of all files, as the plan has them."""
         return self._ends[-1] if self._ends else 0
 
-    def row(self, position: int) -> dict[str, Any]:
-        """The row of a sample, its whole file checked.
+    def slice(self, offset: int, length: int) -> pa.Table:
+        """The rows from a position on that lie in its file, ``length`` at most; the whole file is checked.
 
         Raises:
             ObjectNotFound, FormatError: the file is missing, damaged or says something impossible.
         """
-        file = bisect_right(self._ends, position)
-        table = self._files.get(file, partial(self._checked, file))
-        rows: list[dict[str, Any]] = table.slice(position - self._start(file), 1).to_pylist()
-        return rows[0]
+        file = bisect_right(self._ends, offset)
+        table = self._files.get(file, partial(self._checked, file, INDEX_SCHEMA.names))
+        return table.slice(offset - self._start(file), length)
 
     def tables(self, columns: Sequence[str] = tuple(INDEX_SCHEMA.names)) -> Iterator[pa.Table]:
         """``columns`` of each file in order, with the rows that the plan has; a few are read ahead.
@@ -56,8 +54,14 @@ class IndexFiles:
         Raises:
             ObjectNotFound, FormatError: a file is missing, damaged or has other rows, at its turn.
         """
-        calls = (partial(self._read, file, columns) for file in range(len(self._plan.files)))
-        return in_order(calls, _READERS, _READERS)
+        return self._each(self._read, columns)
+
+    def checked_tables(self, columns: Sequence[str] = tuple(INDEX_SCHEMA.names)) -> Iterator[pa.Table]:
+        """As `tables`, each file checked as `slice` does; ``columns`` are `OUTLINE_COLUMNS` at least."""
+        return self._each(self._checked, columns)
+
+    def _each(self, read: Callable[[int, Sequence[str]], pa.Table], columns: Sequence[str]) -> Iterator[pa.Table]:
+        return in_order((partial(read, file, columns) for file in range(len(self._plan.files))), _READERS, _READERS)
 
     def _start(self, file: int) -> int:
         return self._ends[file - 1] if file else 0
@@ -68,8 +72,8 @@ class IndexFiles:
             raise self._misplaced(file)
         return table
 
-    def _checked(self, file: int) -> pa.Table:
-        table = self._read(file, INDEX_SCHEMA.names)
+    def _checked(self, file: int, columns: Sequence[str]) -> pa.Table:
+        table = self._read(file, columns)
         if not np.array_equal(table["index"].to_numpy(), np.arange(self._start(file), self._ends[file])):
             raise self._misplaced(file)
         check_index(table)

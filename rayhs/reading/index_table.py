@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayhs import layout
-from rayhs.codec import Array
 from rayhs.errors import FormatError
 from rayhs.layout import CommitRecord, Plan, ShardId
 from rayhs.reading.catalog import read_commits
@@ -101,13 +100,6 @@ def partial_index(store: Store, plan: PlanReader, shards: Sequence[ShardId]) -> 
     commits = read_commits(store, shards)
     parts = [index_rows(plan.rows(shard, columns), commit) for shard, commit in zip(shards, commits, strict=True)]
     return pa.concat_tables(parts).combine_chunks() if parts else layout.INDEX_SCHEMA.empty_table()
-
-
-def good_by_shard(index: pa.Table, good: Array) -> list[Array]:
-    """Positions of the good samples of each shard that has any, shards in the index's order."""
-    positions = np.flatnonzero(good)
-    names = pc.dictionary_encode(index["shard"].combine_chunks()).indices.to_numpy(zero_copy_only=False)[positions]
-    return np.split(positions, np.flatnonzero(np.diff(names)) + 1) if len(positions) else []
 
 
 def check_index(table: pa.Table) -> None:

@@ -15,7 +15,7 @@ from rayhs.errors import ConfigError
 from rayhs.layout import DatasetRecord
 from rayhs.reading.ahead import in_order
 from rayhs.reading.cutting import cut
-from rayhs.reading.index_table import good_by_shard
+from rayhs.reading.outline import good_of_shards
 from rayhs.reading.plan_reader import PlanReader
 from rayhs.reading.shard_reader import Place, ShardReader, StoredSample
 from rayhs.store import Store
@@ -90,9 +90,9 @@ class RowReader:
             (partial(self._read, rows) for shard in shards for rows in self._cut(shard)), _READS - 1, _READS
         )
 
-    def nbytes(self, rows: pa.Table) -> int:
-        """About how many bytes the batches of ``rows`` take in memory."""
-        return len(rows) * _ROW_BYTES + int(np.sum(rows["num_tokens"].to_numpy())) * self._token_bytes()
+    def nbytes(self, rows: int, tokens: int) -> int:
+        """About how many bytes the batches of so many rows, and tokens in all, take in memory."""
+        return rows * _ROW_BYTES + tokens * self._token_bytes()
 
     def _token_bytes(self) -> int:
         if not self._reads_shards:
@@ -157,12 +157,6 @@ def make_reader(
     return RowReader(store, record, row_schema(record.hidden_size, chosen, layers, columns), chosen)
 
 
-def shard_rows(index: pa.Table, good: Array) -> Iterator[pa.Table]:
-    """The good rows of the index, a table for each shard."""
-    for positions in good_by_shard(index, good):
-        yield index.take(pa.array(positions))
-
-
-def record_batches(reader: RowReader, index: pa.Table, good: Array) -> pa.RecordBatchReader:
-    """All good samples of a dataset, read as they are asked for."""
-    return pa.RecordBatchReader.from_batches(reader.schema, reader.batches(shard_rows(index, good)))
+def record_batches(reader: RowReader, tables: Iterable[pa.Table]) -> pa.RecordBatchReader:
+    """The good samples of pieces of an index, read as they are asked for."""
+    return pa.RecordBatchReader.from_batches(reader.schema, reader.batches(good_of_shards(tables)))

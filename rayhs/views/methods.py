@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from rayhs.layout import DatasetRecord
-from rayhs.reading.index_table import good_by_shard
+from rayhs.reading.outline import Rows
 from rayhs.store import Store
 
 if TYPE_CHECKING:
@@ -27,14 +27,19 @@ class Views(ABC):
     _store: Store
     info: DatasetRecord
     layers: tuple[int, ...]
-    index: Any
-    good: Any
+    outline: Any
 
     @abstractmethod
     def with_layers(self, layers: Sequence[int]) -> Dataset: ...
 
     @abstractmethod
     def _choose(self, layers: int | Sequence[int] | None) -> Dataset: ...
+
+    @abstractmethod
+    def _checked_index(self) -> Iterable[pa.Table]: ...
+
+    @abstractmethod
+    def _stored_rows(self) -> Rows: ...
 
     def torch(
         self, layers: int | Sequence[int] | None = None, *, window: int | None = None, select: Select = "all"
@@ -73,7 +78,7 @@ class Views(ABC):
         """The good samples one after the other, in large reads; for training over much more than fits a cache.
 
         Each iteration is an epoch, or what is left of one after `rayhs.views.stream.Stream.load_state_dict`. Memory
-        is that of ``shuffle_buffer`` samples and of four reads of 16 MiB.
+        is that of ``shuffle_buffer`` samples, of four reads of 16 MiB and of some ten bytes a sample of the dataset.
 
         Args:
             layers: which to read; default those of this dataset.
@@ -120,7 +125,7 @@ class Views(ABC):
 
         Raises:
             ConfigError: a layer that is not stored, an unknown column or dtype, or no column.
-            SampleError, FormatError, StoreError: while reading, of a shard that is damaged or lost.
+            SampleError, FormatError, StoreError: while reading, of a shard or index file that is damaged or lost.
 
         Example:
             >>> rows = ds.arrow(layers=[15], dtype="float32")
@@ -129,7 +134,7 @@ class Views(ABC):
         from rayhs.views.arrow import make_reader, record_batches
 
         wanted = self._choose(layers).layers if states else ()
-        return record_batches(make_reader(self._store, self.info, wanted, columns, dtype), self.index, self.good)
+        return record_batches(make_reader(self._store, self.info, wanted, columns, dtype), self._checked_index())
 
     def ray(
         self,
@@ -140,11 +145,12 @@ class Views(ABC):
         dtype: Dtype | None = None,
         **options: Any,
     ) -> RayDataset:
-        """The good samples as a `ray.data.Dataset`, a row a sample, read by one task a shard; needs Ray.
+        """The good samples as a `ray.data.Dataset`, a row a sample, read by a task a shard; needs Ray.
 
         Columns are those of `arrow`, but ``hidden_states.<k>`` are tensors: `[tokens, hidden]` in a row, an object
         array of such in a batch of numpy. Ray's tensors have neither bfloat16 nor float8, so these states come as
-        float32, which holds them exactly. A task hands on blocks of about 16 MiB, or of one larger sample.
+        float32, which holds them exactly. A task hands on blocks of about 16 MiB, or of one larger sample; of over
+        8192 shards it reads several, one after the other.
         Of the layers chosen here only those are read that a ``select_columns`` right behind leaves, and no shard for
         columns of the index alone. Workers find the store's credentials where they run.
 
@@ -165,12 +171,11 @@ class Views(ABC):
             >>> rows = ds.ray(layers=[15], columns=["sample_id"])
             >>> rows.map_batches(lambda batch: {"norm": [np.linalg.norm(s) for s in batch["hidden_states.15"]]})
         """
-        from rayhs.views.arrow import shard_rows
         from rayhs.views.ray import make_reader, read_rows
 
         wanted = self._choose(layers).layers if states else ()
         reader = make_reader(self._store, self.info, wanted, columns, dtype)
-        return read_rows(reader, list(shard_rows(self.index, self.good)), self._store.uri, **options)
+        return read_rows(reader, self._stored_rows(), self.outline.shards, self._store.uri, **options)
 
     def shard_uris(self) -> list[str]:
         """Addresses of the objects that hold the good samples, in order: those committed, and no others.
@@ -180,7 +185,4 @@ class Views(ABC):
         Example:
             >>> duckdb.read_parquet(ds.shard_uris())  # of a dataset with shards.format: parquet
         """
-        first = [positions[0] for positions in good_by_shard(self.index, self.good)]
-        return [
-            f"{self._store.uri}/{name}" for name in self.index["shard"].take(pa.array(first, pa.int64())).to_pylist()
-        ]
+        return [f"{self._store.uri}/{shard.name}" for shard in self.outline.shards]

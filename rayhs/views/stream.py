@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import pyarrow as pa
 
 from rayhs.codec import Array
 from rayhs.errors import ConfigError
 from rayhs.reading.ahead import in_order
-from rayhs.reading.index_table import good_by_shard
+from rayhs.reading.cutting import cut
+from rayhs.reading.outline import Outline, ShardRows
 from rayhs.reading.sample import Sample
 
 if TYPE_CHECKING:
@@ -26,10 +27,7 @@ class Readable(Protocol):
     """What is read: a `rayhs.Dataset` of the layers wanted."""
 
     @property
-    def index(self) -> pa.Table: ...
-
-    @property
-    def good(self) -> Array: ...
+    def outline(self) -> Outline: ...
 
     @property
     def token_bytes(self) -> int: ...
@@ -55,7 +53,7 @@ class Stream:
 
     def __len__(self) -> int:
         """Samples of an epoch in this part."""
-        return sum(map(len, self._shards()))
+        return sum(shard.samples for shard in self._shards())
 
     def split(self, part: int, parts: int) -> Stream:
         """One of ``parts`` streams that share this one's samples, of the same epoch, from its beginning on."""
@@ -91,12 +89,13 @@ class Stream:
         self._epoch, self._done = int(state["epoch"]), int(state["done"])
 
     def __iter__(self) -> Iterator[Sample]:
-        order, read = self._orders()
-        left = order[self._done :]
+        outline, order = self._dataset.outline, self._order()
+        unread = outline.good.copy()
+        unread[np.fromiter(islice(order, self._done), np.int64)] = False
         held: dict[int, Sample] = {}
-        reads = self._reads(read[np.isin(read, left)])
+        reads = self._reads(outline, unread)
         try:
-            for position in left.tolist():
+            for position in order:
                 while position not in held:
                     held |= next(reads)
                 # Counted first: a state taken while the sample is in use goes on behind it.
@@ -109,55 +108,54 @@ class Stream:
     def _made(self) -> dict[str, Any]:
         return {"shuffle_buffer": self._shuffle_buffer, "seed": self._seed, "shard": list(self._part)}
 
-    def _shards(self) -> list[Array]:
-        """Positions of the good samples of each shard of this part."""
+    def _shards(self) -> list[ShardRows]:
+        """Those of this part."""
         rank, world = self._part
-        return good_by_shard(self._dataset.index, self._dataset.good)[rank::world]
+        return self._dataset.outline.shards[rank::world]
 
-    def _orders(self) -> tuple[Array, Array]:
-        """Positions as they are handed out in this epoch, and as they are read."""
+    def _drawn(self) -> tuple[list[ShardRows], np.random.Generator]:
+        """The shards as they are read in this epoch, and what the rest of its order is drawn from."""
         shards = self._shards()
-        if not self._shuffle_buffer or not shards:
-            read = np.concatenate(shards) if shards else np.zeros(0, np.int64)
-            return read, read
         rng = np.random.default_rng([self._seed, self._epoch, *self._part])
-        read = np.concatenate([shards[i] for i in rng.permutation(len(shards))])
-        return _shuffled(read, self._shuffle_buffer, rng), read
+        return ([shards[i] for i in rng.permutation(len(shards))] if self._shuffle_buffer else shards), rng
 
-    def _reads(self, positions: Array) -> Generator[dict[int, Sample], None, None]:
-        """Samples by position, in large reads, a few of them ahead."""
-        return in_order((partial(self._read, together) for together in self._cut(positions)), _READS - 1, _READS)
+    def _order(self) -> Iterator[int]:
+        """Positions as they are handed out in this epoch; none is held before its turn but those of the buffer."""
+        shards, rng = self._drawn()
+        parts = map(self._dataset.outline.positions, shards)
+        if self._shuffle_buffer:
+            return _shuffled(parts, self._shuffle_buffer, rng)
+        return (position for part in parts for position in part.tolist())
+
+    def _reads(self, outline: Outline, unread: Array) -> Generator[dict[int, Sample], None, None]:
+        """Samples by position, in large reads, a few of them ahead.
+
+        Args:
+            unread: which rows are wanted, bool `[rows]`.
+        """
+        return in_order((partial(self._read, some) for some in self._cut(outline, unread)), _READS - 1, _READS)
+
+    def _cut(self, outline: Outline, unread: Array) -> Iterator[list[int]]:
+        """Positions of one shard that are read together: `READ_BYTES`, or one sample that is larger."""
+        for shard in self._drawn()[0]:
+            positions = outline.positions(shard)
+            wanted = positions[unread[positions]]
+            for some in cut(outline.num_tokens[wanted] * self._dataset.token_bytes, READ_BYTES):
+                yield wanted[some].tolist()
 
     def _read(self, positions: list[int]) -> dict[int, Sample]:
         copies = self._shuffle_buffer > 0  # else one that waits would hold the memory of all that were read with it
         return dict(zip(positions, self._dataset.read_together(positions, copies), strict=True))
 
-    def _cut(self, positions: Array) -> Iterator[list[int]]:
-        """Positions of one shard that are read together: `READ_BYTES`, or one sample that is larger."""
-        index = self._dataset.index
-        together: list[int] = []
-        nbytes, shard = 0, None
-        for first in range(0, len(positions), 4096):
-            some = positions[first : first + 4096]
-            rows = index.take(pa.array(some)).select(["shard", "num_tokens"]).to_pydict()
-            for position, name, tokens in zip(some.tolist(), rows["shard"], rows["num_tokens"], strict=True):
-                size = tokens * self._dataset.token_bytes
-                if together and (name != shard or nbytes + size > READ_BYTES):
-                    yield together
-                    together, nbytes = [], 0
-                together.append(position)
-                nbytes, shard = nbytes + size, name
-        if together:
-            yield together
 
-
-def _shuffled(read: Array, size: int, rng: np.random.Generator) -> Array:
+def _shuffled(parts: Iterable[Array], size: int, rng: np.random.Generator) -> Iterator[int]:
     """What a buffer of ``size`` hands out that is filled in order and gives up one at random for each that comes."""
-    buffer = read[:size].copy()
-    order = np.empty_like(read)
-    chosen = rng.integers(0, len(buffer), max(0, len(read) - size))
-    for i, (place, position) in enumerate(zip(chosen.tolist(), read[size:].tolist(), strict=True)):
-        order[i] = buffer[place]
-        buffer[place] = position
-    order[len(read) - len(buffer) :] = rng.permutation(buffer)
-    return order
+    buffer: list[int] = []
+    for part in parts:
+        room = size - len(buffer)
+        buffer += part[:room].tolist()
+        late = part[room:].tolist()
+        for place, position in zip(rng.integers(0, size, len(late)).tolist(), late, strict=True):
+            yield buffer[place]
+            buffer[place] = position
+    yield from rng.permutation(np.array(buffer, np.int64)).tolist()

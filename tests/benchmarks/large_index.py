@@ -4,7 +4,8 @@
 
 Writes dataset.json, summary.json and the index files that a run of the default settings would have written (8192
 rows a file, ids of the default form), but no shards, then reads in fresh processes. One row of a hundred failed: their
-ids are read by `by_id`, which then raises SampleError with the row's reason and needs no shard. Prints JSON.
+ids are read by `by_id`, which then raises SampleError with the row's reason and needs no shard. What reads samples
+is given a store that makes up the shards it is asked for. Peaks are of the process that reads. Prints JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,14 @@ import pyarrow.parquet as pq
 import xxhash
 
 import rayhs
-from rayhs import layout
+from rayhs import codec, layout
 from rayhs.errors import SampleError
 from rayhs.layout import DatasetRecord, Plan, SamplesFile, ShardId, Summary
+from rayhs.store.local import LocalFolderStore
 
 ROWS_PER_FILE, SHARD_ROWS, TOKENS, FAILED_EVERY = 8192, 64, 700, 100
 LOOKUPS = 1000
+LAYERS, HIDDEN = [2, 18, 33], 64  # small states: what is measured is the index
 
 
 def sample_id(position: int) -> str:
@@ -81,9 +85,9 @@ def build(folder: Path, rows: int) -> int:
         model="synthetic",
         model_hash="0",
         tokenizer_hash="0",
-        layers=[2, 18, 33],
+        layers=LAYERS,
         num_layers=36,
-        hidden_size=4096,
+        hidden_size=HIDDEN,
         dtype="bfloat16",
         shard_format="safetensors",
         engine_dtype="bfloat16",
@@ -108,6 +112,51 @@ def build(folder: Path, rows: int) -> int:
     (folder / layout.DATASET).write_bytes(record.to_bytes())
     (folder / layout.SUMMARY).write_bytes(summary.to_bytes())
     return size
+
+
+class MadeUpShards(LocalFolderStore):
+    """The folder, and in it every shard that the index names, its states and tokens all zero."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (MadeUpShards, (self.uri,))
+
+    def size(self, name: str) -> int | None:
+        shard = layout.shard_of_object(name)
+        return super().size(name) if shard is None else self._parts(shard)[1]
+
+    def get_ranges(self, name: str, ranges: Any) -> list[memoryview]:
+        shard = layout.shard_of_object(name)
+        if shard is None:
+            return super().get_ranges(name, ranges)
+        parts, _ = self._parts(shard)
+        return [self._range(parts, start, length) for start, length in ranges]
+
+    def _parts(self, shard: ShardId) -> tuple[list[tuple[int, bytes]], int]:
+        """What is not zero, with its place; and the size of the object."""
+        first = shard.file * ROWS_PER_FILE + shard.group * SHARD_ROWS
+        index = np.array([at for at in range(first, first + SHARD_ROWS) if at % FAILED_EVERY])
+        specs = codec.shard_specs(LAYERS, HIDDEN, "bfloat16", [TOKENS] * len(index))
+        header = codec.build_header(specs, {})
+        parts, at = [(0, header)], len(header)
+        values = {"offsets": TOKENS * np.arange(len(index) + 1), "sample_index": index}
+        for spec in specs:
+            if spec.name in values:
+                parts.append((at, values[spec.name].tobytes()))
+            at += spec.nbytes
+        return parts, at
+
+    def _range(self, parts: list[tuple[int, bytes]], start: int, length: int) -> memoryview:
+        answer = np.zeros(length, np.uint8)
+        for at, data in parts:
+            low, high = max(start, at), min(start + length, at + len(data))
+            if low < high:
+                answer[low - start : high - start] = np.frombuffer(data[low - at : high - at], np.uint8)
+        return answer.data
+
+
+def opened(folder: str) -> rayhs.Dataset:
+    ds = rayhs.open(folder)
+    return rayhs.Dataset(MadeUpShards(folder), ds.info, ds.summary)
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -167,7 +216,39 @@ def whole_index(folder: str) -> dict[str, Any]:
     return {"index_s": took, "cpu_s": cpu, "index_mib": ds.index.nbytes / 2**20, "peak_mib": peak_mib()}
 
 
-STEPS = {"by_id": by_id, "whole_index": whole_index}
+def first_samples(make: Callable[[rayhs.Dataset], Iterator[Any]], folder: str) -> dict[str, Any]:
+    """From opening to the tenth answer."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    answers = make(opened(folder))
+    for _ in range(10):
+        next(answers)
+    return {"s": time.perf_counter() - begin, "cpu_s": time.process_time() - cpu, "peak_mib": peak_mib()}
+
+
+def resumed(ds: rayhs.Dataset) -> Iterator[Any]:
+    """A shuffled stream behind half of its samples."""
+    stream = ds.stream(shuffle_buffer=128)
+    stream.load_state_dict({**stream.state_dict(), "done": len(ds) // 2})
+    return iter(stream)
+
+
+def ray_rows(ds: rayhs.Dataset) -> Iterator[Any]:
+    import ray
+
+    ray.init(address="local", num_cpus=1, log_to_driver=False, include_dashboard=False)
+    return iter(ds.ray(layers=LAYERS[:1], columns=COLUMNS).take(10))
+
+
+COLUMNS = ["index", "sample_id", "token_ids"]  # none of the plan's, of which there is nothing here
+FIRST = {
+    "stream": lambda ds: iter(ds.stream()),
+    "stream_of_a_rank": lambda ds: iter(ds.stream(shard=(3, 8))),
+    "stream_shuffled": lambda ds: iter(ds.stream(shuffle_buffer=128)),
+    "stream_resumed": resumed,
+    "arrow": lambda ds: iter(ds.arrow(columns=COLUMNS)),
+    "ray": ray_rows,
+}
+STEPS = {"by_id": by_id, "whole_index": whole_index} | {name: partial(first_samples, FIRST[name]) for name in FIRST}
 
 
 def main() -> None:
@@ -175,13 +256,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--step", choices=STEPS, help="measure this in this process")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="which; default all")
     arguments = parser.parse_args()
     if arguments.step:
         print(json.dumps(STEPS[arguments.step](str(arguments.folder))))
         return
     if not (arguments.folder / layout.SUMMARY).exists():
         print(json.dumps({"index_bytes": build(arguments.folder, arguments.rows)}))
-    for step in STEPS:
+    for step in arguments.steps:
         command = [sys.executable, __file__, str(arguments.folder), "--step", step]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         print(json.dumps({step: json.loads(done.stdout)}, indent=1))

@@ -1,0 +1,101 @@
+"""What reading in bulk has to know of every row of an index: nine bytes a row, where the row itself takes a hundred."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rayhs.codec import Array
+
+OUTLINE_COLUMNS = ("index", "shard", "token_start", "num_tokens", "status")
+
+
+class Rows(Protocol):
+    """Rows of an index by position: a table of all, or `rayhs.reading.index_files.IndexFiles`."""
+
+    def slice(self, offset: int, length: int) -> pa.Table: ...
+
+
+class ShardRows(NamedTuple):
+    """Where the good rows of a shard are: between two positions, among them no good ones of another shard."""
+
+    name: str
+    first: int
+    stop: int
+    samples: int
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """Of an index of any size, so much as tells which samples are read together, and how large they are.
+
+    Attributes:
+        good: whether a row has states, bool `[rows]`.
+        num_tokens: int64 `[rows]`, 0 where a row has none.
+        shards: those with good rows, in the order of the index.
+    """
+
+    good: Array
+    num_tokens: Array
+    shards: list[ShardRows]
+
+    def positions(self, shard: ShardRows) -> Array:
+        """Of the good samples of a shard, ascending: int64 `[samples]`."""
+        return shard.first + np.flatnonzero(self.good[shard.first : shard.stop])
+
+
+def outline_of(tables: Iterable[pa.Table], rows: int) -> Outline:
+    """The outline of checked pieces of an index, in order, with (at least) its shard, num_tokens and status.
+
+    Args:
+        rows: of all ``tables`` together.
+    """
+    outline = Outline(np.zeros(rows, bool), np.zeros(rows, np.int64), [])
+    start = 0
+    for table in tables:
+        own = slice(start, start + len(table))
+        outline.good[own] = good_rows(table)
+        outline.num_tokens[own] = table["num_tokens"].to_numpy()
+        moved = (shard._replace(first=start + shard.first, stop=start + shard.stop) for shard in shards_of(table))
+        outline.shards.extend(moved)
+        start = own.stop
+    return outline
+
+
+def good_rows(table: pa.Table) -> Array:
+    """Which rows have states: bool `[rows]`."""
+    return np.asarray(pc.equal(table["status"], "ok"))
+
+
+def shards_of(table: pa.Table) -> list[ShardRows]:
+    """The shards whose good rows follow one another in ``table``, their positions counted from its first row."""
+    positions = np.flatnonzero(good_rows(table))
+    if not len(positions):
+        return []
+    names = pc.dictionary_encode(table["shard"].combine_chunks())
+    codes = names.indices.to_numpy(zero_copy_only=False)[positions]
+    starts = np.flatnonzero(np.diff(codes, prepend=-1))
+    ends = np.append(starts[1:], len(positions))
+    tokens = np.add.reduceat(table["num_tokens"].to_numpy()[positions], starts)
+    columns = (codes[starts], positions[starts], positions[ends - 1] + 1, ends - starts, tokens)
+    texts = names.dictionary.to_pylist()
+    return [ShardRows(texts[int(code)], *rest) for code, *rest in zip(*(c.tolist() for c in columns), strict=True)]
+
+
+def good_of_shards(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The good rows of pieces of an index, a table for each shard."""
+    for table in tables:
+        for shard in shards_of(table):
+            yield good_between(table, shard.first, shard.stop)
+
+
+def good_between(rows: Rows, first: int, stop: int) -> pa.Table:
+    """The good rows between two positions, in memory of their own."""
+    table = rows.slice(first, stop - first)
+    return table.filter(pc.equal(table["status"], "ok"))
