@@ -1,13 +1,16 @@
 """`rayhs bench` on the shapes of Qwen3 with dummy weights: states into a folder in memory. Needs a GPU, no network.
 
-    python tests/benchmarks/gpu.py OUT [CASE...] [--tests] [--peer stock] [--no-plain] [--rounds 3]
+    python tests/benchmarks/gpu.py OUT [CASE...] [--tests] [--peer stock] [--no-plain] [--rounds 3] [--set KEY=VALUE]
     python tests/benchmarks/gpu.py --table OUT/report.json
 
-Cases are the keys of CASES; without any, those that fit the GPUs there are. ``--tests`` runs tests/test_gpu.py
-first. OUT/report.json has the machine, the versions, the date, what the tests said and every case. It is written
-anew after each case, and keeps what an earlier call found on such a machine: all of them take more than ten minutes.
-A case's own output is OUT/<case>.log. ``--table`` prints a report as Markdown. On a bare host byte-compile vLLM
-first (`python -m compileall -q -j 16 FOLDER`): else every engine's first start does it.
+Cases are the keys of CASES; without any, those that fit the GPUs there are. Those of one GPU run side by side, each
+on a GPU and on its share of the cores, before those of more. ``--tests`` runs tests/test_gpu.py first, spread alike.
+Plain prefill (and the stock connector) are measured beside the cases of COMPARED.
+
+OUT/report.json has the machine, the versions, the date, what the tests said and every case. It is written anew after
+each case, and keeps what an earlier call found on such a machine. A case's own output is OUT/<case>.log. ``--table``
+prints a report as Markdown. On a bare host byte-compile vLLM first (`python -m compileall -q -j 16 FOLDER`): else every
+engine's first start does it.
 """
 
 from __future__ import annotations
@@ -22,13 +25,20 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
-import ray
 import yaml
+
+T = TypeVar("T")
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -71,7 +81,14 @@ SHAPES["wide"] = {
     "num_attention_heads": 64,
     "num_hidden_layers": 12,
 }
+COMPARED = ("0.6b", "8b", "0.6b-tp2", "8b-tp2")
 SAME_ENGINE = {"0.6b-fp8": "0.6b", "8b-fp8": "8b"}  # measured once: plain prefill does not know what is stored
+ONE_REPLICA = {"0.6b-x2": "0.6b", "8b-x2": "8b"}
+TESTS = (
+    ("float32 or eager or graphs or layer_0", 1),
+    ("copies or copy or bits or smollm2", 1),
+    ("ranks or whole_run", 2),
+)
 MIXED = ["--lengths", "512:3584"]
 TP2 = "engine.tensor_parallel_size=2"
 # Name: shape, changes of the run file, arguments of rayhs bench.
@@ -102,33 +119,75 @@ def run_file(folder: Path, shape: str) -> Path:
         "layers": ["eagle3", "last"],
         "output": "/dev/shm/rayhs-bench",
         "engine": {"max_model_len": 4096, "vllm": {"load_format": "dummy", "enforce_eager": True}},
-        "cluster": {"address": "auto"},
+        "cluster": {"address": "local"},
     }
     path = folder / f"{shape}.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
 
 
-def measure(folder: Path, out: Path, case: str, extra: list[str]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Lane:
+    """A share of the machine: some of its GPUs, and as large a part of its cores."""
+
+    gpus: range
+    of: int
+
+    def run(self, command: Sequence[str], log: Path) -> tuple[int, str]:
+        """Exit code and output; what else the command says is in ``log``."""
+        each = (os.cpu_count() or 1) // self.of
+        cores = f"{self.gpus.start * each}-{self.gpus.stop * each - 1}"
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
+        with log.open("w") as file:
+            done = subprocess.run(
+                ["taskset", "-c", cores, *command], env=environment, stdout=subprocess.PIPE, stderr=file, text=True
+            )  # fmt: skip
+        return done.returncode, done.stdout
+
+
+def spread(tasks: Sequence[tuple[int, Callable[[Lane], T]]], count: int) -> list[T]:
+    """The results of tasks, each with the GPUs it needs: those of one side by side, then the others in turn."""
+    free: SimpleQueue[Lane] = SimpleQueue()
+    for gpu in range(count):
+        free.put(Lane(range(gpu, gpu + 1), count))
+
+    def on_one(task: Callable[[Lane], T]) -> T:
+        lane = free.get()
+        try:
+            return task(lane)
+        finally:
+            free.put(lane)
+
+    with ThreadPoolExecutor(count) as pool:
+        found = list(pool.map(on_one, [task for gpus, task in tasks if gpus == 1]))
+    return found + [task(Lane(range(gpus), count)) for gpus, task in tasks if gpus > 1]
+
+
+def measure(lane: Lane, folder: Path, out: Path, case: str, extra: list[str]) -> dict[str, Any]:
     """The report of `rayhs bench`, or ``error``; and ``command_s``, the seconds it took with all engine starts."""
     shape, changes, arguments = CASES[case]
     options = [word for change in changes for word in ("--set", change)]
     command = [sys.executable, "-m", "rayhs", "bench", str(run_file(folder, shape)), *options, *arguments, *extra]
-    started = time.monotonic()
-    with (out / f"{case}.log").open("w") as log:
-        done = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, stderr=log, text=True, check=False)
-    took = {"command_s": round(time.monotonic() - started, 1)}
-    if done.returncode != 0:
-        return {**took, "error": f"exit code {done.returncode}: {(out / f'{case}.log').read_text()[-2000:]}"}
-    return {**took, **json.loads(done.stdout)}
+    started, log = time.monotonic(), out / f"{case}.log"
+    code, printed = lane.run([*command, "--json"], log)
+    took = {"date": time.strftime("%Y-%m-%d"), "command_s": round(time.monotonic() - started, 1)}
+    if code != 0:
+        return {**took, "error": f"exit code {code}: {log.read_text()[-2000:]}"}
+    return {**took, **json.loads(printed)}
 
 
-def run_tests(out: Path) -> str:
-    """The last line of pytest."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/test_gpu.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    (out / "tests.log").write_text(done.stdout + done.stderr)
-    return (done.stdout.strip().splitlines() or ["no output"])[-1]
+def run_tests(out: Path, count: int) -> dict[str, str]:
+    """By what `pytest -k` was given, the last line it said."""
+
+    def group(name: str, lane: Lane) -> tuple[str, str]:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-k", name]
+        log = out / f"tests-{name.split()[0]}.log"
+        _, printed = lane.run([*command, "tests/test_gpu.py"], log)
+        log.write_text(log.read_text() + printed)
+        return name, (printed.strip().splitlines() or ["no output"])[-1]
+
+    fitting = [(gpus, partial(group, name)) for name, gpus in TESTS if gpus <= count]
+    return dict(spread(fitting, count))
 
 
 def machine() -> dict[str, Any]:
@@ -166,6 +225,8 @@ def table(report: dict[str, Any]) -> str:
             continue
         plain, ours, stock = (_median(got[key]) for key in ("plain", "rayhs", "stock"))
         ratio = f"{got['ratio']:.3f}" if got["ratio"] else ""
+        if over := got.get("over_one_replica"):
+            ratio = f"{over:.2f} times one replica"
         beside = f"{got['stock_ratio']:.3f}" if got["stock_ratio"] else ""
         rate = f"{got['state_bytes'] / got['tokens'] * (statistics.median(got['rayhs'])) / 1e9:.2f} GB/s"
         lines.append(f"| {case} | {plain} | {ours} | {ratio} | {stock} {beside} | {rate} |")
@@ -183,6 +244,7 @@ def main() -> None:
     parser.add_argument("--rounds", default="1")
     parser.add_argument("--peer", choices=["stock"])
     parser.add_argument("--no-plain", action="store_true")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change every case's run file")
     parser.add_argument("--tests", action="store_true")
     parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
@@ -191,17 +253,24 @@ def main() -> None:
         return
     if unknown := set(chosen.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    extra = ["--rounds", chosen.rounds, *(["--peer", chosen.peer] if chosen.peer else [])]
-    extra += ["--no-plain"] if chosen.no_plain else []
     out: Path = chosen.out
     out.mkdir(parents=True, exist_ok=True)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     report = begun(out)
-    if chosen.tests:
-        report["tests"] = run_tests(out)
     count = len(report["machine"]["gpus"])
-    run_cases(report, chosen.cases or [case for case in CASES if gpus_of(case) <= count], out, extra)
+    if chosen.tests:
+        report["tests"] = run_tests(out, count)
+    cases = chosen.cases or [case for case in CASES if gpus_of(case) <= count]
+    run_cases(report, {case: arguments(case, chosen) for case in cases}, out)
     print(table(report))
+
+
+def arguments(case: str, chosen: argparse.Namespace) -> list[str]:
+    """Those of `rayhs bench` that are the same for all shapes."""
+    found = [word for change in chosen.set for word in ("--set", change)]
+    if case not in COMPARED or chosen.no_plain:
+        return [*found, "--no-plain"]
+    return [*found, "--rounds", chosen.rounds, *(["--peer", chosen.peer] if chosen.peer else [])]
 
 
 def begun(out: Path) -> dict[str, Any]:
@@ -216,22 +285,29 @@ def begun(out: Path) -> dict[str, Any]:
     return report
 
 
-def run_cases(report: dict[str, Any], cases: list[str], out: Path, extra: list[str]) -> None:
-    folder = Path(tempfile.mkdtemp())
-    ray.init(address="local", include_dashboard=False, log_to_driver=False)  # one for all cases
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-    plain: dict[str, list[float]] = {}
-    for case in cases:
-        same = plain.get(SAME_ENGINE.get(case, case))
-        got = measure(folder, out, case, ["--no-plain"] if same else extra)
-        if same and "rayhs" in got:
-            got |= {"plain": same, "ratio": statistics.median(got["rayhs"]) / statistics.median(same)}
-        plain[case] = got.get("plain", [])
-        report["cases"][case] = {"date": time.strftime("%Y-%m-%d"), **got}
-        (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-        print(case, json.dumps(got), flush=True)
-    ray.shutdown()
+def run_cases(report: dict[str, Any], cases: dict[str, list[str]], out: Path) -> None:
+    folder, lock = Path(tempfile.mkdtemp()), threading.Lock()
+
+    def one(case: str, extra: list[str], lane: Lane) -> None:
+        got = measure(lane, folder, out, case, extra)
+        with lock:
+            report["cases"][case] = got
+            relate(report["cases"])
+            (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+            print(case, json.dumps(got), flush=True)
+
+    spread(
+        [(gpus_of(case), partial(one, case, extra)) for case, extra in cases.items()], len(report["machine"]["gpus"])
+    )
     shutil.rmtree(folder)
+
+
+def relate(cases: dict[str, dict[str, Any]]) -> None:
+    """Ratios to what another case measured, by name of case and key."""
+    for related, key, to in ((SAME_ENGINE, "ratio", "plain"), (ONE_REPLICA, "over_one_replica", "rayhs")):
+        for case, other in related.items():
+            if (got := cases.get(case, {}).get("rayhs")) and (rates := cases.get(other, {}).get(to)):
+                cases[case][key] = statistics.median(got) / statistics.median(rates)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from rayhs.layers import resolve_layers
 from rayhs.model import describe_model, engine_dtype
 from rayhs.parts import StagedParts
 from rayhs.staging import OwnedDirectory
+from tests.benchmarks.noted import FILE
 
 VARIANTS = ("plain", "v1", "cached", "stock", "connector")
 _STAGING = 8 * 2**30
@@ -42,6 +43,8 @@ def arguments(config: RunConfig, variant: str, area: StagedParts) -> dict[str, A
     if variant in ("plain", "v1"):
         return base
     transfer = kv_transfer_config(area)
+    if variant == "connector" and FILE in os.environ:
+        transfer |= {"kv_connector": "TimesSteps", "kv_connector_module_path": "tests.benchmarks.times_steps"}
     if variant == "cached":
         transfer |= {"kv_connector": "CarriesNothing", "kv_connector_module_path": "tests.benchmarks.carries_nothing"}
     if variant == "stock":
@@ -94,11 +97,12 @@ def measure(config: RunConfig, variant: str, workload: Workload, turn: int) -> d
         reader.start()
     run([ids[::-1] for ids in prompts[:_WARM_UP]], "warm")
     start_s = time.perf_counter() - started
-    rate = run(prompts, "sample")
+    begun, rate = time.time(), run(prompts, "sample")
+    ended = time.time()
     stop.set()
     llm.llm_engine.engine_core.shutdown()
     owned.remove()
-    return {"variant": variant, "tokens_per_second": round(rate), "start_s": round(start_s, 1)}
+    return {"variant": variant, "tokens_per_second": round(rate), "start_s": round(start_s, 1), "at": [begun, ended]}
 
 
 def main() -> None:

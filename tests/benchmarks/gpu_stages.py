@@ -5,7 +5,7 @@
 ``staged`` lets samples go once they are staged; ``checked`` checks them; ``hashed`` also packs and hashes shards, and
 writes them nowhere; ``stored`` is the whole. A phase may be named several times, and with a switch interval of
 Python's threads in seconds (``stored:0.0005``). Prints a JSON line a phase: tokens/s, the replica's metrics, how busy
-its process and the machine's cores were.
+its process and the machine's cores were. ``--steps FILE`` also prints what vLLM's processes were at.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from rayhs.model import describe_model
 from rayhs.replica import Replica
 from rayhs.shards import GoodSample, PlannedSample, ShardSpec
 from rayhs.store import Store
+from tests.benchmarks.noted import FILE, read_spans, summary
 from tests.planning import plan_here
 
-STEPS_FILE = "RAYHS_STEPS"  # as times_steps.py, which only vLLM can import
 PHASES = ("staged", "checked", "hashed", "stored")
 
 
@@ -85,7 +85,7 @@ def busy() -> tuple[float, float, float, float]:
 
 def since(before: tuple[float, ...]) -> dict[str, float]:
     wall, total, idle, own = (b - a for a, b in zip(before, busy(), strict=True))
-    return {"cores_busy": round(1 - idle / total, 3), "own_cores": round(own / wall, 2)}
+    return {"cores_busy": round(1 - idle / max(total, 1), 3), "own_cores": round(own / wall, 2)}
 
 
 def pin(cores_each: int) -> None:
@@ -103,7 +103,11 @@ def _bind(process: psutil.Process, cores: set[int]) -> None:
         os.sched_setaffinity(thread.id, cores)
 
 
-async def run(job: Job, shards: list[list[ShardId]], phases: list[str], cores_each: int) -> None:
+async def run(
+    job: Job, shards: list[list[ShardId]], phases: list[str], cores_each: int
+) -> list[tuple[str, float, float]]:
+    """Each phase, and when it began and ended, in seconds since the epoch."""
+
     async def warm() -> None:
         pass
 
@@ -112,6 +116,7 @@ async def run(job: Job, shards: list[list[ShardId]], phases: list[str], cores_ea
     if cores_each:
         pin(cores_each)
     before: Totals = {}
+    windows = []
     for phase, mine in zip(phases, shards, strict=True):
         at_once = asyncio.Semaphore(job.shards_in_flight)
 
@@ -128,6 +133,7 @@ async def run(job: Job, shards: list[list[ShardId]], phases: list[str], cores_ea
         before_it, begun = busy(), time.perf_counter()
         tokens = sum(await asyncio.gather(*map(one, mine)))
         seconds = time.perf_counter() - begun
+        windows.append((phase, time.time() - seconds, time.time()))
         for patch in active:
             patch.stop()
         after = {key: tuple(value) for key, value in replica._all_metrics().items()}
@@ -136,12 +142,13 @@ async def run(job: Job, shards: list[list[ShardId]], phases: list[str], cores_ea
         replica._store.delete([name for name, _ in replica._store.list("") if name.endswith(".safetensors")])
         line = {
             "phase": phase,
-            "begun": round(time.time() - seconds, 2),
+            "begun": round(windows[-1][1], 2),
             "tokens_per_second": round(tokens / seconds),
             "seconds": round(seconds, 2),
         }
         print(json.dumps({**line, **since(before_it), "stages": stages}), flush=True)
     await replica.stop()
+    return windows
 
 
 def prepared(config: RunConfig, workload: Workload, output: str) -> Job:
@@ -164,14 +171,14 @@ def main() -> None:
     parser.add_argument("--lengths", default="512:3584")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--pin", type=int, default=0, metavar="CORES", help="each vLLM process on as many of its own")
-    parser.add_argument("--steps", help="also time every forward, and write what times_steps.py says to STEPS.RANK")
+    parser.add_argument("--steps", help="also time vLLM's steps (times_steps.py), in files STEPS.*")
     chosen = parser.parse_args()
     if unknown := {phase.partition(":")[0] for phase in chosen.phases} - set(PHASES):
         parser.error(f"no such phase: {', '.join(sorted(unknown))}; there are {', '.join(PHASES)}")
     count = len(chosen.phases)
     workload = Workload(count * chosen.samples, *parse_lengths(chosen.lengths))
     if chosen.steps:
-        os.environ[STEPS_FILE] = chosen.steps
+        os.environ[FILE] = chosen.steps
         timed = {"kv_connector": "TimesSteps", "kv_connector_module_path": "tests.benchmarks.times_steps"}
         ours = rayhs.engine.kv_transfer_config
         mock.patch("rayhs.engine.kv_transfer_config", lambda *a, **k: {**ours(*a, **k), **timed}).start()
@@ -179,7 +186,15 @@ def main() -> None:
         job = prepared(load_config(chosen.run, chosen.set), workload, output)
         ids = job.dataset.plan.shard_ids()
         share = len(ids) // count
-        uvloop.run(run(job, [ids[i * share : (i + 1) * share] for i in range(count)], chosen.phases, chosen.pin))
+        windows = uvloop.run(
+            run(job, [ids[i * share : (i + 1) * share] for i in range(count)], chosen.phases, chosen.pin)
+        )
+    if chosen.steps:
+        steps = Path(chosen.steps)
+        for file in sorted(steps.parent.glob(f"{steps.name}.*")):
+            spans = read_spans(file)
+            for phase, begin, end in windows:
+                print(f"{phase}, {file.name}", *summary(spans, begin, end), sep="\n  ")
 
 
 if __name__ == "__main__":
