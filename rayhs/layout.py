@@ -33,9 +33,11 @@ MAX_SAMPLES = MAX_TOKENS = 2**48
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
 # ASCII digits, and few of them: \d takes any script's, and int() refuses thousands.
-_SHARD_ID = re.compile(r"([0-9]{5,9})-([0-9]{4,9})")
-_OBJECT = re.compile(r"shards/([0-9]{5,9}-[0-9]{4,9})-([0-9a-f]{16})\.(safetensors|parquet)")
-_COMMIT = re.compile(r"commits/([0-9]{5,9}-[0-9]{4,9})\.json")
+# No number has two spellings: another one would make one shard two.
+_NUMBERS = r"([0-9]{5}|[1-9][0-9]{5,8})-([0-9]{4}|[1-9][0-9]{4,8})"
+_SHARD_ID = re.compile(_NUMBERS)
+_OBJECT = re.compile(rf"shards/{_NUMBERS}-([0-9a-f]{{16}})\.(?:safetensors|parquet)")
+_COMMIT = re.compile(rf"commits/{_NUMBERS}\.json")
 
 # samples/<file>.parquet: every input row in input order; a row group is a shard. ``columns`` is a
 # JSON object of the pass-through columns; a rejected row has no tokens.
@@ -79,10 +81,8 @@ class ShardId:
     @classmethod
     def parse(cls, text: str) -> ShardId:
         """Raises FormatError on anything but ``<file>-<group>``."""
-        match = _SHARD_ID.fullmatch(text)
-        shard = cls(int(match[1]), int(match[2])) if match else None
-        # Another spelling of the same numbers would make one shard two.
-        if shard is None or str(shard) != text:
+        shard = _shard_in(_SHARD_ID.fullmatch(text))
+        if shard is None:
             raise FormatError(f"{text!r} is not a shard id such as 00007-0042")
         return shard
 
@@ -109,11 +109,13 @@ def shard_of_object(name: str) -> ShardId | None:
     return _shard_in(_OBJECT.fullmatch(name))
 
 
+def is_object_name(name: str) -> bool:
+    """Whether `shard_of_object` is a shard, for many names."""
+    return _OBJECT.fullmatch(name) is not None
+
+
 def _shard_in(match: re.Match[str] | None) -> ShardId | None:
-    try:
-        return ShardId.parse(match[1]) if match else None
-    except FormatError:
-        return None
+    return ShardId(int(match[1]), int(match[2])) if match else None
 
 
 def new_attempt() -> str:
@@ -239,7 +241,7 @@ class CommitRecord(Record):
             raise ValueError("the per-sample lists differ in length")
         if self.object is not None:
             match = _OBJECT.fullmatch(self.object)
-            if match is None or match[1] != self.shard or match[2] != self.attempt:
+            if match is None or f"{match[1]}-{match[2]}" != self.shard or match[3] != self.attempt:
                 raise ValueError(
                     f"object name {self.object!r} is not one of shard {self.shard}, attempt {self.attempt}"
                 )

@@ -135,7 +135,10 @@ class Compact:
         while head := self._byte():
             delta, kind = head >> 4, head & 15
             number = number + delta if delta else self._zigzag()
-            fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind, depth)
+            if kind in _INTEGERS:  # most fields are
+                fields[number] = self._zigzag()
+            else:
+                fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind, depth)
         return fields
 
     def _value(self, kind: int, depth: int) -> Any:
@@ -184,15 +187,17 @@ class Compact:
         return value
 
     def _varint(self) -> int:
-        value = shift = 0
-        while True:
-            byte = self._byte()
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-            shift += 7
+        byte = self._byte()
+        if byte < 128:
+            return byte
+        value, shift = byte & 127, 7
+        while byte >= 128:
             if shift > 63:
                 raise FormatError("Parquet footer: a number of more than 64 bits")
+            byte = self._byte()
+            value |= (byte & 127) << shift
+            shift += 7
+        return value
 
     def _zigzag(self) -> int:
         value = self._varint()

@@ -125,21 +125,24 @@ def read_group(
     return table.select(columns)
 
 
-def plain_texts(table: pa.Table, object_bytes: int) -> pa.Table:
-    """``table`` with its dictionaries of text as plain text; raises FormatError where that is too much."""
-    total = sum(_text_bytes(chunk) for column in table.columns for chunk in column.chunks)
-    if total > most_values(object_bytes):
+def check_texts(table: pa.Table, object_bytes: int) -> None:
+    """Raises FormatError where the dictionaries of ``table``, as plain text, would be too much."""
+    chunks = [chunk for column in table.columns for chunk in column.chunks if pa.types.is_dictionary(chunk.type)]
+    lengths = [np.asarray(pc.binary_length(chunk.dictionary).fill_null(0), np.int64) for chunk in chunks]
+    most = most_values(object_bytes)
+    if sum(len(chunk) * int(own.max(initial=0)) for chunk, own in zip(chunks, lengths, strict=True)) <= most:
+        return
+    rows = (np.asarray(chunk.indices.drop_null(), np.int64) for chunk in chunks)
+    total = sum(int(own[some].sum()) for own, some in zip(lengths, rows, strict=True))
+    if total > most:
         raise FormatError(f"{object_bytes} bytes that unpack to {total} bytes of text")
+
+
+def plain_texts(table: pa.Table) -> pa.Table:
+    """``table`` with its dictionaries of text as plain text; to be checked before by `check_texts`."""
     kinds = [pa.string() if pa.types.is_dictionary(f.type) else f.type for f in table.schema]
     fields = [f.with_type(kind) for f, kind in zip(table.schema, kinds, strict=True)]
     return table.cast(pa.schema(fields))
-
-
-def _text_bytes(chunk: pa.Array) -> int:
-    if not pa.types.is_dictionary(chunk.type) or not len(chunk.dictionary):
-        return 0
-    lengths = np.asarray(pc.binary_length(chunk.dictionary).fill_null(0), np.int64)
-    return int(lengths[np.asarray(chunk.indices.drop_null(), np.int64)].sum())
 
 
 class _FetchedParts(SeekableFile):

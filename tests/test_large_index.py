@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from rayhs import layout
 from rayhs.dataset import Dataset, open_dataset
 from rayhs.errors import FormatError
 from rayhs.reading import index_files
-from rayhs.reading.index_table import read_index_file
+from rayhs.reading.index_table import read_index, read_index_file
 from rayhs.reading.outline import outline_of
 from rayhs.store import Store
 from tests.builders import Builder
@@ -37,8 +39,8 @@ class Held:
         self.most = 0
         self._alive: weakref.WeakValueDictionary[int, pa.Table] = weakref.WeakValueDictionary()
 
-    def read_index_file(self, store: Store, file: int, columns: Sequence[str]) -> pa.Table:
-        table = read_index_file(store, file, columns)
+    def read_index_file(self, store: Store, file: int, columns: Sequence[str], plain: bool) -> pa.Table:
+        table = read_index_file(store, file, columns, plain)
         self.read.append(file)
         self._alive[len(self.read)] = table
         self.most = max(self.most, len(self._alive))
@@ -77,7 +79,7 @@ def test_a_view_never_holds_the_index(built: Builder, held: Held, view: str) -> 
     everything = list(VIEWS[view](ds))
     assert 2 <= held.most <= 12 and set(held.read) == set(range(FILES))
     want = open_dataset(str(built.folder))
-    want.__dict__["index"] = pa.concat_tables(want._index_files.tables())
+    want.__dict__["index"] = read_index(want._store, want.info.plan)
     assert everything == list(VIEWS[view](want)) and len(everything) > FILES
     assert want.outline.good.sum() == len(built.good())
 
@@ -117,6 +119,21 @@ def test_a_damaged_file_is_named(tmp_path: Path, view: str, begun: bool) -> None
         with pytest.raises(FormatError, match="index"):
             got.extend(VIEWS[view](open_dataset(str(tmp_path))))
         assert bool(got) == begun
+
+
+@pytest.mark.parametrize("options", [{"row_group_size": 2}, {"use_dictionary": False}, {"row_group_size": 3}])
+def test_files_in_several_row_groups_or_without_dictionaries(tmp_path: Path, options: dict[str, Any]) -> None:
+    built = Builder(tmp_path).write()
+    want = open_dataset(str(tmp_path))
+    index, outline = want.index, want.outline
+    for file in range(len(built.rows)):
+        path = tmp_path / layout.index_name(file)
+        pq.write_table(pq.read_table(path, schema=layout.INDEX_SCHEMA), path, **options)
+    ds = open_dataset(str(tmp_path))
+    assert [ds.index_row(at) for at in range(len(ds))] == index.to_pylist()
+    assert [ds.position_of(row.sample_id) for row in built.all_rows()] == list(range(len(ds)))
+    assert np.array_equal(ds.good, outline.good) and ds.outline.shards == outline.shards
+    assert ds.arrow(states=False).read_all().num_rows == len(built.good()) and ds.index.equals(index)
 
 
 def test_an_outline_of_any_pieces_is_that_of_the_whole(built: Builder) -> None:

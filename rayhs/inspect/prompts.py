@@ -16,6 +16,7 @@ from rayhs.codec import Array
 from rayhs.dataset import Dataset
 from rayhs.inspect.figures import Distribution, DuplicateGroup, Duplicates, LengthBin, Lengths, Loss
 from rayhs.inspect.sketch import half_octaves
+from rayhs.reading.outline import good_rows
 
 _PLAN_COLUMNS = ("num_tokens", "token_ids", "loss_mask")
 _LISTED_GROUPS = 5
@@ -48,7 +49,7 @@ class Prompts:
         stored = [np.zeros(0, np.int64)]
         for table in self._dataset.index_tables(("num_tokens", "status", "reason")):
             stored.append(table["num_tokens"].to_numpy())
-            bad = table.filter(pc.not_equal(table["status"], "ok")).select(["status", "reason"])
+            bad = table.filter(pa.array(~good_rows(table))).select(["status", "reason"])
             for status, reason in zip(*bad.to_pydict().values(), strict=True):
                 # As in the summary: with their numbers equal, the kinds of reason stay few.
                 self.reasons.setdefault(status, Counter())[re.sub(r"\d+", "N", reason or "no reason recorded")] += 1

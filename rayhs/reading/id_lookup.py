@@ -12,6 +12,8 @@ from rayhs.codec import Array
 from rayhs.reading.outline import good_rows
 
 ID_COLUMNS = ("sample_id", "status")
+# The function itself: one of our own around it would take longer than the hash.
+_hash: Callable[[bytes], int] = xxhash.xxh3_64_intdigest
 
 
 class IdLookup:
@@ -27,8 +29,7 @@ class IdLookup:
         hashes = np.concatenate([part[0] for part in parts]) if parts else np.zeros(0, np.uint64)
         self.good: Array = np.concatenate([part[1] for part in parts]) if parts else np.zeros(0, bool)
         del parts
-        # Stable: positions of one hash stay ascending.
-        order = np.argsort(hashes, kind="stable")
+        order = np.argsort(hashes)
         self._hashes = hashes[order]
         self._positions = order.astype(np.uint32 if len(order) < 2**32 else np.int64)
 
@@ -40,7 +41,7 @@ class IdLookup:
         """
         wanted = np.uint64(_hash(sample_id.encode(errors="surrogatepass")))
         first, last = (int(np.searchsorted(self._hashes, wanted, side)) for side in ("left", "right"))
-        places = self._positions[first:last]
+        places = np.sort(self._positions[first:last])
         has_states = self.good[places]
         for position in np.concatenate([places[has_states], places[~has_states]]).tolist():
             if id_at(position) == sample_id:
@@ -49,10 +50,13 @@ class IdLookup:
 
 
 def hash_ids(ids: pa.ChunkedArray) -> Array:
-    """uint64 `[ids]`: the hash of each id in UTF-8."""
-    texts = ids.cast(pa.binary()).to_numpy()
-    return np.fromiter(map(_hash, texts), np.uint64, len(texts))
+    """uint64 `[ids]`: the hash of each id in UTF-8, of ids as plain text or as dictionaries."""
+    parts = [
+        _hashes(chunk.dictionary)[chunk.indices.to_numpy()] if pa.types.is_dictionary(ids.type) else _hashes(chunk)
+        for chunk in ids.chunks
+    ]
+    return np.concatenate([np.zeros(0, np.uint64), *parts])
 
 
-def _hash(text: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(text)
+def _hashes(texts: pa.Array) -> Array:
+    return np.fromiter(map(_hash, texts.cast(pa.binary()).to_numpy(zero_copy_only=False)), np.uint64, len(texts))

@@ -39,7 +39,7 @@ class IndexFiles:
         return self._ends[-1] if self._ends else 0
 
     def slice(self, offset: int, length: int) -> pa.Table:
-        """The rows from a position on that lie in its file, ``length`` at most; the whole file is checked.
+        """Rows from a position on that lie in its file, ``length`` at most, texts as dictionaries; the file is checked.
 
         Raises:
             ObjectNotFound, FormatError: the file is missing, damaged or says something impossible.
@@ -50,6 +50,8 @@ class IndexFiles:
 
     def tables(self, columns: Sequence[str] = tuple(INDEX_SCHEMA.names)) -> Iterator[pa.Table]:
         """``columns`` of each file in order, with the rows that the plan has; a few are read ahead.
+
+        Their texts are dictionaries: see `rayhs.reading.outline.distinct`.
 
         Raises:
             ObjectNotFound, FormatError: a file is missing, damaged or has other rows, at its turn.
@@ -67,7 +69,7 @@ class IndexFiles:
         return self._ends[file - 1] if file else 0
 
     def _read(self, file: int, columns: Sequence[str]) -> pa.Table:
-        table = read_index_file(self._store, file, columns)
+        table = read_index_file(self._store, file, columns, plain=False)
         if len(table) != self._plan.files[file].rows:
             raise self._misplaced(file)
         return table

@@ -13,6 +13,7 @@ from rayhs import layout
 from rayhs.errors import FormatError
 from rayhs.layout import CommitRecord, Plan, ShardId
 from rayhs.reading.catalog import read_commits
+from rayhs.reading.outline import distinct, good_rows
 from rayhs.reading.plan_reader import PlanReader
 from rayhs.reading.stored_table import open_table, parquet_errors
 from rayhs.store import Store
@@ -51,19 +52,25 @@ def index_rows(rows: pa.Table, commit: CommitRecord | None) -> pa.Table:
     return pa.table(columns, schema=layout.INDEX_SCHEMA)
 
 
-def read_index_file(store: Store, file: int, columns: Sequence[str] = tuple(layout.INDEX_SCHEMA.names)) -> pa.Table:
-    """``index/<file>.parquet`` with ``columns`` of INDEX_SCHEMA; raises ObjectNotFound or FormatError."""
+def read_index_file(
+    store: Store, file: int, columns: Sequence[str] = tuple(layout.INDEX_SCHEMA.names), plain: bool = True
+) -> pa.Table:
+    """``index/<file>.parquet`` with ``columns`` of INDEX_SCHEMA, whose texts may be dictionaries if not ``plain``.
+
+    Raises:
+        ObjectNotFound, FormatError: it is missing, or no such table.
+    """
     name = layout.index_name(file)
     data = store.get(name)
     stored = open_table(data, len(data), layout.INDEX_SCHEMA, name)
     view = memoryview(data)
     with parquet_errors(name):
         groups = range(len(stored.groups))
-        table = stored.read(groups, columns, lambda rs: [view[at : at + size] for at, size in rs])
+        table = stored.read(groups, columns, lambda rs: [view[at : at + size] for at, size in rs], plain)
     schema = pa.schema([layout.INDEX_SCHEMA.field(column) for column in columns])
     if any(table[field.name].null_count for field in schema if not field.nullable):
         raise FormatError(f"{name}: nulls where there must be none")
-    return table.cast(schema)
+    return table.cast(schema) if plain else table
 
 
 def read_index(store: Store, plan: Plan) -> pa.Table:
@@ -104,14 +111,14 @@ def partial_index(store: Store, plan: PlanReader, shards: Sequence[ShardId]) -> 
 
 def check_index(table: pa.Table) -> None:
     """Raises FormatError for rows that contradict themselves or name an object outside the dataset."""
-    for name in pc.unique(table["shard"]).to_pylist():
-        if name is not None and layout.shard_of_object(name) is None:
+    names, shard = distinct(table["shard"])
+    for name in names:
+        if not layout.is_object_name(name):
             raise FormatError(f"index: {name!r} is not the name of a shard's object")
-    good = np.asarray(pc.equal(table["status"], "ok"))
-    known = np.asarray(pc.is_in(table["status"], pa.array(["ok", "failed", "rejected"])))
+    statuses, status = distinct(table["status"])
+    known = np.array([text in ("ok", "failed", "rejected") for text in statuses], bool)[status]
     placed = (table["token_start"].to_numpy() >= 0) & (table["num_tokens"].to_numpy() > 0)
-    has_shard = np.asarray(table["shard"].is_valid())
-    wrong = ~known | (good & ~(placed & has_shard))
+    wrong = ~known | (good_rows(table) & ~(placed & (shard >= 0)))
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise FormatError(f"index: the row of sample {table['index'][row].as_py()} contradicts itself")

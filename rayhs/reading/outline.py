@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayhs.codec import Array
+from rayhs.layout import INDEX_SCHEMA
 
 OUTLINE_COLUMNS = ("index", "shard", "token_start", "num_tokens", "status")
 
@@ -68,9 +69,17 @@ def outline_of(tables: Iterable[pa.Table], rows: int) -> Outline:
     return outline
 
 
+def distinct(texts: pa.ChunkedArray) -> tuple[list[str], Array]:
+    """The texts of a column, plain or a dictionary, each once, and int32 `[rows]`: which one a row has, -1 for null."""
+    encoded = pc.dictionary_encode(texts.combine_chunks())
+    return encoded.dictionary.to_pylist(), encoded.indices.fill_null(-1).to_numpy()
+
+
 def good_rows(table: pa.Table) -> Array:
     """Which rows have states: bool `[rows]`."""
-    return np.asarray(pc.equal(table["status"], "ok"))
+    texts, status = distinct(table["status"])
+    good: Array = np.array([*(text == "ok" for text in texts), False])[status]
+    return good
 
 
 def shards_of(table: pa.Table) -> list[ShardRows]:
@@ -78,14 +87,13 @@ def shards_of(table: pa.Table) -> list[ShardRows]:
     positions = np.flatnonzero(good_rows(table))
     if not len(positions):
         return []
-    names = pc.dictionary_encode(table["shard"].combine_chunks())
-    codes = names.indices.to_numpy(zero_copy_only=False)[positions]
+    names, codes = distinct(table["shard"])
+    codes = codes[positions]
     starts = np.flatnonzero(np.diff(codes, prepend=-1))
     ends = np.append(starts[1:], len(positions))
     tokens = np.add.reduceat(table["num_tokens"].to_numpy()[positions], starts)
     columns = (codes[starts], positions[starts], positions[ends - 1] + 1, ends - starts, tokens)
-    texts = names.dictionary.to_pylist()
-    return [ShardRows(texts[int(code)], *rest) for code, *rest in zip(*(c.tolist() for c in columns), strict=True)]
+    return [ShardRows(names[code], *rest) for code, *rest in zip(*(c.tolist() for c in columns), strict=True)]
 
 
 def good_of_shards(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -96,6 +104,6 @@ def good_of_shards(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def good_between(rows: Rows, first: int, stop: int) -> pa.Table:
-    """The good rows between two positions, in memory of their own."""
+    """The good rows between two positions as plain texts, in memory of their own; ``rows`` have all columns."""
     table = rows.slice(first, stop - first)
-    return table.filter(pc.equal(table["status"], "ok"))
+    return table.filter(pa.array(good_rows(table))).cast(INDEX_SCHEMA)

@@ -11,7 +11,16 @@ import pyarrow.parquet as pq
 from rayhs import parquet_codec
 from rayhs.errors import FormatError
 from rayhs.parquet_footer import Group
-from rayhs.parquet_pages import ARROW_ERRORS, Buffer, check_pages, chunks_of, most_values, plain_texts, read_group
+from rayhs.parquet_pages import (
+    ARROW_ERRORS,
+    Buffer,
+    check_pages,
+    check_texts,
+    chunks_of,
+    most_values,
+    plain_texts,
+    read_group,
+)
 
 Fetch = Callable[[list[tuple[int, int]]], Sequence[Buffer]]  # (start, length) ranges of the object to their bytes
 
@@ -33,8 +42,11 @@ class StoredTable:
         """Rows of each row group."""
         return [group.rows for group in self.groups]
 
-    def read(self, numbers: Sequence[int], columns: Sequence[str], fetch: Fetch) -> pa.Table:
+    def read(self, numbers: Sequence[int], columns: Sequence[str], fetch: Fetch, plain: bool = True) -> pa.Table:
         """The rows of some row groups, ``columns`` only.
+
+        Args:
+            plain: whether texts come as such, or as dictionaries, which take less memory and time.
 
         Raises:
             FormatError: they don't decode, or would take far more memory than the object has bytes.
@@ -54,7 +66,8 @@ class StoredTable:
                 raise FormatError(f"{len(table)} rows were read where there should be {rows}")
             tables.append(table)
         joined = pa.concat_tables(tables) if tables else self.schema.empty_table().select(list(columns))
-        return plain_texts(joined, self.size)
+        check_texts(joined, self.size)
+        return plain_texts(joined) if plain else joined
 
 
 def open_table(tail: Buffer, size: int, schema: pa.Schema, name: str) -> StoredTable:
