@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -259,6 +260,26 @@ def test_the_embeddings_are_no_layer_to_automodel(model: Path, tmp_path: Path) -
         export_dataset(real.open(), "automodel", str(tmp_path / "out"))
     export_dataset(real.open(), "deepspec", str(tmp_path / "deepspec"))
     assert readers.DeepSpecCache(tmp_path / "deepspec").manifest["target_layer_ids"] == [-1, 0, 1]
+
+
+def test_automodel_says_before_how_much_room_it_takes(
+    real: RealDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"layers": LAYERS, "seq_length": 64}
+    report = export_dataset(real.open(), "automodel", str(tmp_path / "whole"), options=options)
+    shards = sum(path.stat().st_size for path in (tmp_path / "whole").glob("shard-*"))
+    assert shards < report.nbytes
+    for free, fits in ((shards, True), (shards - 2000, False)):  # headers of its files aside
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        if fits:
+            export_dataset(real.open(), "automodel", str(tmp_path / "out"), options=options)
+        else:
+            with pytest.raises(ConfigError, match=r"takes \d MiB more.*top_k"):
+                export_dataset(real.open(), "automodel", str(tmp_path / "small"), options=options)
+            assert [path.name for path in (tmp_path / "small").iterdir()] == [MANIFEST]
+    # Of one that goes on, only what is missing.
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    assert export_dataset(real.open(), "automodel", str(tmp_path / "out"), options=options).written == 0
 
 
 def test_layer_n_and_weights_are_needed_only_where_used(tmp_path: Path) -> None:

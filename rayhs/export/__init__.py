@@ -90,6 +90,11 @@ def export_dataset(
         ConfigError: unknown exporter or option, a layer that is needed and not stored, or a place with other files.
         IdentityMismatch: the place holds another export.
         RayhsError: the dataset can't be read, or the target not be written.
+
+    Example:
+        >>> report = export_dataset(ds, "webdataset", "exported", options={"shard_bytes": "64KiB"})
+        >>> report.samples, report.skipped, report.files
+        X
     """
     module = _module(to)
     chosen = parse_options(module.Options, options or {}, to)

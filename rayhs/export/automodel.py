@@ -38,7 +38,8 @@ ABOUT = About(
     converts="rows cut or padded behind with zeros to seq_length; ids, loss mask and probabilities moved one to the "
     "left, as its own cache has them, states and attention mask not; probabilities are the softmax over the draft "
     "vocabulary of the logits, computed in float32 from the last state after the final norm, of top_k renormalised; "
-    "float8_e4m3fn dequantised",
+    "float8_e4m3fn dequantised. A probability a token of the vocabulary takes far more room than the states: 2 GiB for "
+    "a row of 8192 tokens and 128k tokens of vocabulary, unless top_k or draft_vocab_size make it smaller",
 )
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _EMBEDDINGS, _MANIFEST = "target_embeddings.safetensors", "manifest.json"
@@ -71,6 +72,8 @@ def export(dataset: Dataset, target: Target, options: Options) -> dict[str, Any]
     rows = Rows(model, selected, layers, last, options)
     dtype = state_dtype(dataset)
     positions = positions_of(dataset)
+    row_bytes = sum(spec.nbytes for spec in rows.specs(1, dataset.hidden_size, dtype))
+    target.check_room(len(positions) * row_bytes, "--set top_k=64 or draft_vocab_size=32000, say, make it smaller")
     shards = [positions[i : i + options.rows_per_shard] for i in range(0, len(positions), options.rows_per_shard)]
     if not target.has(_EMBEDDINGS):
         _put_embeddings(target, model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -52,6 +53,17 @@ class Target:
 
     def has(self, name: str) -> bool:
         return name in self._sizes
+
+    def check_room(self, nbytes: int, advice: str) -> None:
+        """Raises ConfigError where ``nbytes``, less what is there, are more than a folder's disk has room for."""
+        if "://" in self.uri:
+            return
+        left, free = nbytes - sum(self._sizes.values()), shutil.disk_usage(self.uri).free
+        if left > free:
+            raise ConfigError(
+                f"{self.uri}: the export takes {left / 2**20:,.0f} MiB more, and there is room for "
+                f"{free / 2**20:,.0f}; {advice}"
+            )
 
     def progress(self, done: int, total: int) -> None:
         """Tell who asked for the export how many samples are written."""
