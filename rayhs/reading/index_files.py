@@ -13,7 +13,7 @@ import pyarrow as pa
 from rayhs.errors import FormatError
 from rayhs.layout import INDEX_SCHEMA, Plan, index_name
 from rayhs.reading.ahead import in_order
-from rayhs.reading.index_table import check_index, read_index_file
+from rayhs.reading.index_table import check_index, read_index_file, verify_advised
 from rayhs.reading.lru import LruCache
 from rayhs.store import Store
 
@@ -69,7 +69,8 @@ class IndexFiles:
         return self._ends[file - 1] if file else 0
 
     def _read(self, file: int, columns: Sequence[str]) -> pa.Table:
-        table = read_index_file(self._store, file, columns, plain=False)
+        with verify_advised(self._store):
+            table = read_index_file(self._store, file, columns, plain=False)
         if len(table) != self._plan.files[file].rows:
             raise self._misplaced(file)
         return table
@@ -78,7 +79,8 @@ class IndexFiles:
         table = self._read(file, columns)
         if not np.array_equal(table["index"].to_numpy(), np.arange(self._start(file), self._ends[file])):
             raise self._misplaced(file)
-        check_index(table)
+        with verify_advised(self._store):
+            check_index(table)
         return table
 
     def _misplaced(self, file: int) -> FormatError:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayhs import layout
-from rayhs.errors import FormatError
+from rayhs.errors import FormatError, ObjectNotFound
 from rayhs.layout import CommitRecord, Plan, ShardId
 from rayhs.reading.catalog import read_commits
 from rayhs.reading.outline import distinct, good_rows
@@ -79,14 +80,24 @@ def read_index(store: Store, plan: Plan) -> pa.Table:
     Raises:
         ObjectNotFound, FormatError: a file is missing, damaged or says something impossible.
     """
-    with ThreadPoolExecutor(_READERS) as pool:
+    with verify_advised(store), ThreadPoolExecutor(_READERS) as pool:
         parts = list(pool.map(lambda file: read_index_file(store, file), range(len(plan.files))))
     table = _joined(parts)
     index = table["index"].to_numpy()
     if len(index) != plan.samples or not np.array_equal(index, np.arange(plan.samples)):
         raise FormatError(f"{store.uri}: the index is not one row a sample, in order; run rayhs verify {store.uri}")
-    check_index(table)
+    with verify_advised(store):
+        check_index(table)
     return table
+
+
+@contextmanager
+def verify_advised(store: Store) -> Iterator[None]:
+    """An error about the index also says what tells more."""
+    try:
+        yield
+    except (FormatError, ObjectNotFound) as error:
+        raise type(error)(f"{error}; run rayhs verify {store.uri}") from None
 
 
 def _joined(parts: list[pa.Table]) -> pa.Table:

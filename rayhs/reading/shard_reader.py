@@ -120,7 +120,10 @@ class ShardReader:
             ObjectNotFound, StoreError: the object is missing or can't be read.
             FormatError: it is damaged, or holds another sample at a place.
         """
-        shard = self._shards.get(name, lambda: open_shard(self._store, self._record, name))
+        try:
+            shard = self._shards.get(name, lambda: open_shard(self._store, self._record, name))
+        except FormatError as error:
+            raise FormatError(f"{error}; run rayhs verify {self._store.uri}") from None
         try:
             if isinstance(shard, TensorShard):
                 return self._read_tensors(name, shard, places)
