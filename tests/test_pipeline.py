@@ -194,6 +194,14 @@ def test_a_finished_dataset_without_its_index_gets_it_again(tmp_path: Path) -> N
     assert [path.read_bytes() for path in index] == before
 
 
+@pytest.fixture(scope="module")
+def committed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of `prompts_of(5)` that no test changes."""
+    folder = tmp_path_factory.mktemp("committed")
+    run(folder, prompts_of(5))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -204,13 +212,11 @@ def test_a_finished_dataset_without_its_index_gets_it_again(tmp_path: Path) -> N
         ({"engine": {"include_generated": 2}}, "include_generated is 0 there, 2 here"),
     ],
 )
-def test_another_identity_is_refused_with_what_differs(tmp_path: Path, change: dict[str, Any], named: str) -> None:
-    prompts = prompts_of(5)
-    run(tmp_path, prompts)
+def test_another_identity_is_refused_with_what_differs(committed: Path, change: dict[str, Any], named: str) -> None:
     with pytest.raises(IdentityMismatch, match=named):
-        run(tmp_path, prompts, **change)
+        run(committed, prompts_of(5), **change)
     with pytest.raises(IdentityMismatch, match="the prompts"):
-        run(tmp_path, prompts_of(5, seed=1))
+        run(committed, prompts_of(5, seed=1))
 
 
 def test_a_plan_without_any_commit_may_be_made_anew(tmp_path: Path) -> None:
@@ -282,10 +288,10 @@ def test_sigterm_hands_shards_back_and_the_same_command_finishes(
     moto_uri: str, moto_server: S3Server, tmp_path: Path
 ) -> None:
     """SIGKILL of each kind of process is in test_chaos."""
-    prompts, store = prompts_of(600), open_store(moto_uri)
+    prompts, store = prompts_of(300), open_store(moto_uri)
     (tmp_path / "staging").mkdir()
     # A store that is slow enough for the run to be in its middle when the signal has come through.
-    with FaultProxy(moto_server.endpoint, bytes_per_second=800_000) as proxy:
+    with FaultProxy(moto_server.endpoint, bytes_per_second=400_000) as proxy:
         sections = {"cluster": {"address": "local"}, "staging": {"path": str(tmp_path / "staging")}}
         sections["storage"] = {"endpoint": proxy.endpoint}
         file = tmp_path / "run.yaml"
