@@ -33,12 +33,9 @@ $(CONSUMERS): constraints-consumers.txt .ci/tools/consumers .ci/tools/consumers.
 	@.ci/tools/consumers
 	@touch $@
 
-# Small tests on all cores, then one after the other those with engines, Ray and servers; with ARGS what they say.
-ALONE := ray or vllm or s3 or slow or gpu or chaos
 test: $(STAMP) $(CONSUMERS)
 ifeq ($(ARGS),)
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 -m "not ($(ALONE))"; small=$$?; \
-	$(BIN)/python -m pytest -m "$(ALONE)" && exit $$small
+	@.ci/tools/test
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif

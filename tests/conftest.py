@@ -23,6 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker("ray")
+            item.add_marker("vllm")
     if not config.getoption("--run-chaos"):
         for item in items:
             if item.get_closest_marker("chaos"):
