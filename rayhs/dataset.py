@@ -47,6 +47,11 @@ def open_dataset(
         IncompleteDataset: its run has not finished and ``partial`` is not set.
         ConfigError: a layer that is not stored, or an address of an unknown kind.
         ObjectNotFound, StoreError, FormatError: no dataset, no access, or a damaged one.
+
+    Example:
+        >>> ds = rayhs.open("states", layers=[15])
+        >>> ds[0].hidden_states[15].shape
+        (8, 8)
     """
     store = open_store(uri, storage or StorageConfig())
     record, summary = read_dataset_record(store), read_summary(store)
@@ -68,6 +73,14 @@ class Dataset(Views):
 
     Reading a sample is one range read of the layers asked for, after a cached header a shard.
     Any number of threads may read at once; a pickled dataset opens again where it is unpickled.
+
+    Example:
+        >>> len(ds), ds.complete, int(ds.good.sum()), ds.info.plan.samples
+        (24, True, 22, 24)
+        >>> ds.model, ds.layers, ds.hidden_size, ds.dtype, ds.token_bytes
+        ('tests/random', (2, 15, 27), 8, 'float32', 96)
+        >>> ds.uri.endswith("states") and ds.summary.ok
+        22
     """
 
     def __init__(
@@ -114,6 +127,10 @@ class Dataset(Views):
 
         ``status`` is ok, failed or rejected; ``shard`` names the object with the states. Of an
         unfinished dataset: the rows of its committed shards, as of the first use.
+
+        Example:
+            >>> ds.index["status"].value_counts().to_pylist()
+            [{'values': 'ok', 'counts': 22}, {'values': 'rejected', 'counts': 1}, {'values': 'failed', 'counts': 1}]
         """
         if self.summary is not None:
             return read_index(self._store, self.info.plan)
@@ -145,6 +162,9 @@ class Dataset(Views):
 
         Example:
             >>> [sample.sample_id for sample in ds[-3:]]
+            ['row-21', 'row-22', 'row-23']
+            >>> ds[17].token_ids.dtype
+            dtype('int32')
         """
         if isinstance(key, slice):
             return Slice(self, range(len(self))[key])
@@ -157,6 +177,10 @@ class Dataset(Views):
 
         Raises:
             IndexError: no such position, or no tokens there; and as ``dataset[position]``.
+
+        Example:
+            >>> ds.read(17, stop=2).hidden_states[15].shape
+            (2, 8)
         """
         if not -len(self) <= position < len(self):
             raise IndexError(f"sample {position} of a dataset of {len(self)} samples")
@@ -179,6 +203,10 @@ class Dataset(Views):
 
         Raises:
             FormatError, StoreError: the shard is damaged or can't be read.
+
+        Example:
+            >>> [sample.index for sample in ds.read_together([8, 9, 11])]
+            [8, 9, 11]
         """
         first = positions[0]
         some = self._rows.slice(first, positions[-1] + 1 - first)
@@ -205,11 +233,23 @@ class Dataset(Views):
         Raises:
             KeyError: no such id.
             SampleError: the sample failed or was rejected.
+
+        Example:
+            >>> ds.by_id("row-17").index
+            17
+            >>> ds.by_id("row-4")
+            Traceback (most recent call last):
+            rayhs.errors.SampleError: sample row-4 (position 4) was rejected: the prompt is empty
         """
         return self[self.position_of(sample_id)]
 
     def position_of(self, sample_id: str) -> int:
-        """The position of the sample of that id; raises KeyError, and TypeError for an id that is no text."""
+        """The position of the sample of that id; raises KeyError, and TypeError for an id that is no text.
+
+        Example:
+            >>> ds.position_of("row-4")
+            4
+        """
         if not isinstance(sample_id, str):
             raise TypeError(
                 f"a sample id is a str, not {type(sample_id).__name__}; ds[i] reads a sample by its position"
@@ -231,6 +271,10 @@ class Dataset(Views):
         Raises:
             IndexError: a position outside the dataset.
             FormatError, StoreError: a damaged or unreadable shard, at the sample's turn.
+
+        Example:
+            >>> [sample.index for sample in ds.samples([9, 4, 3], prefetch=2)]  # 4 was rejected
+            [9, 3]
         """
         if prefetch < 1:
             raise ConfigError(f"prefetch={prefetch}: give at least 1")
@@ -239,7 +283,12 @@ class Dataset(Views):
         return in_order(calls, prefetch, min(prefetch, 8))
 
     def with_layers(self, layers: Sequence[int]) -> Dataset:
-        """The same dataset, reading only ``layers``; raises ConfigError for one that is not stored."""
+        """The same dataset, reading only ``layers``; raises ConfigError for one that is not stored.
+
+        Example:
+            >>> list(ds.with_layers([15])[0].hidden_states)
+            [15]
+        """
         view = Dataset(self._store, self.info, self.summary, layers)
         view._index_files = self._index_files
         for name in ("index", "outline", "_ids", "good"):
@@ -248,7 +297,12 @@ class Dataset(Views):
         return view
 
     def tokens_only(self) -> Dataset:
-        """The same dataset, reading no states: its samples have token ids and loss masks alone."""
+        """The same dataset, reading no states: its samples have token ids and loss masks alone.
+
+        Example:
+            >>> sum(len(sample.token_ids) for sample in ds.tokens_only())
+            114
+        """
         view = self.with_layers(self.layers)
         view.layers = ()
         view._shards = ShardReader(self._store, self.info, ())
@@ -270,7 +324,12 @@ class Dataset(Views):
 
     @cached_property
     def good(self) -> Any:
-        """Which rows of `index` have states: numpy bool `[rows]`."""
+        """Which rows of `index` have states: numpy bool `[rows]`.
+
+        Example:
+            >>> ds.good[3:6].tolist()
+            [True, False, True]
+        """
         if "outline" in self.__dict__ or "_ids" in self.__dict__:
             return self.outline.good if "outline" in self.__dict__ else self._ids.good
         return np.concatenate([np.zeros(0, bool), *map(good_rows, self.index_tables(["status"]))])
@@ -281,6 +340,10 @@ class Dataset(Views):
 
         Raises:
             ObjectNotFound, FormatError: a file of the index is missing, damaged or says something impossible.
+
+        Example:
+            >>> [(shard.samples, shard.tokens) for shard in ds.outline.shards]
+            [(6, 35), (8, 40), (8, 39)]
         """
         return outline_of(self._checked_index(OUTLINE_COLUMNS), len(self))
 
@@ -292,6 +355,10 @@ class Dataset(Views):
 
         Raises:
             ObjectNotFound, FormatError: a file of the index is missing or damaged, at its turn.
+
+        Example:
+            >>> sum(len(table) for table in ds.index_tables(["num_tokens"]))
+            24
         """
         return [self.index] if self._has_index else self._index_files.tables(columns)
 
@@ -300,6 +367,10 @@ class Dataset(Views):
 
         Raises:
             ObjectNotFound, FormatError: a file of the plan is missing or damaged, at its turn.
+
+        Example:
+            >>> [table["index"][0].as_py() for table in ds.plan_tables(["index"])]
+            [0, 8, 16]
         """
         return in_order((partial(self._plan.rows, shard, columns) for shard in self.info.plan.shard_ids()), 8, 4)
 
@@ -325,6 +396,10 @@ class Dataset(Views):
 
         Raises:
             ObjectNotFound, FormatError: the file is missing or damaged.
+
+        Example:
+            >>> ds.index_row(4)["reason"]
+            'the prompt is empty'
         """
         rows: list[dict[str, Any]] = self._rows.slice(position, 1).to_pylist()
         return rows[0]

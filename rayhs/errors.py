@@ -21,6 +21,13 @@ class RayhsError(Exception):
 
     Messages quote names and values out of stored objects and other people's errors: what could break
     the line, move the cursor or fill the screen is taken out here, once for all of them.
+
+    Example:
+        >>> try:
+        ...     rayhs.open("nothing-here")
+        ... except rayhs.RayhsError as error:
+        ...     type(error).__name__, error.exit_code
+        ('ObjectNotFound', 1)
     """
 
     exit_code = EXIT_FAILED

@@ -56,6 +56,12 @@ def extract(path: str | Path | None = None, /, **settings: Any) -> RunResult:
     Raises:
         ConfigError, InputError, IdentityMismatch, TooManyRejected, StoreError, EngineError: see
             `rayhs.errors`. Failed samples are no exception: ``exit_code`` and ``summary`` tell.
+
+    Example:
+        >>> prompts = {"rows": [{"ids": [1, 2, 3]}, {"ids": []}], "token_ids": "ids"}
+        >>> run = rayhs.extract(model="fake/4x8", prompts=prompts, output="extracted", layers=[2, 4])
+        >>> run.exit_code, run.summary.ok, run.summary.reasons
+        (3, 1, {'no tokens': 1})
     """
     if (path is None) == (not settings):
         raise ConfigError("extract: give the path of a run file, or model, prompts, output, ... as keywords")
@@ -182,8 +188,10 @@ class _Run(DatasetRun):
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         replicas = ReplicaPlan(self.config, nodes, device())
         engine = self.config.engine.model_copy(update={"distributed_executor": replicas.executor})
-        # Replicas read the plan; prompts given as rows would travel to each.
-        config = self.config.model_copy(update={"engine": engine, "prompts": PromptsConfig(path="")})
+        # Replicas read the plan; prompts given as rows would travel to each. A folder's name may be relative, and
+        # Ray's processes stand where Ray was started.
+        own = {"engine": engine, "prompts": PromptsConfig(path=""), "output": self.store.uri}
+        config = self.config.model_copy(update=own)
         job = Job(config, self.model, dataset, measured)
         self.on_progress(Progress("starting", 0, replicas.replicas[1], message=f"{len(missing)} shards to extract"))
         try:

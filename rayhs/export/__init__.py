@@ -94,7 +94,7 @@ def export_dataset(
     Example:
         >>> report = export_dataset(ds, "webdataset", "exported", options={"shard_bytes": "64KiB"})
         >>> report.samples, report.skipped, report.files
-        X
+        (22, 2, 11)
     """
     module = _module(to)
     chosen = parse_options(module.Options, options or {}, to)

@@ -134,6 +134,11 @@ def import_files(
         InputError: no dump of that kind in ``folder``.
         IdentityMismatch: ``output`` holds another dataset; names what differs.
         StoreError: the store refuses for good.
+
+    Example:
+        >>> run, notes = import_files("dump", "imported", "vllm", model="fake/4x8", layers=[1, 3, 4])
+        >>> run.exit_code, run.summary.ok
+        (0, 3)
     """
     if kind not in DUMPS:
         raise ConfigError(f"--from {kind}: no such kind of dump; there are {', '.join(DUMPS)}")

@@ -39,6 +39,13 @@ class Sample:
             (``ml_dtypes.bfloat16`` for bfloat16), layers ascending. Those stored in float8_e4m3fn are
             multiplied by their scales, in the engine's dtype; see `quantized`.
         status: always ``"ok"``: other samples have no states and raise SampleError when read.
+
+    Example:
+        >>> s = ds[17]
+        >>> s.sample_id, s.index, s.status, s.token_ids.tolist(), s.loss_mask.tolist()
+        ('row-17', 17, 'ok', [170, 171], [0, 1])
+        >>> {layer: states.shape for layer, states in s.hidden_states.items()}
+        {2: (2, 8), 15: (2, 8), 27: (2, 8)}
     """
 
     sample_id: str
@@ -52,7 +59,12 @@ class Sample:
 
     @cached_property
     def columns(self) -> dict[str, Any]:
-        """The input row's pass-through columns, read from the plan when first asked for."""
+        """The input row's pass-through columns, read from the plan when first asked for.
+
+        Example:
+            >>> ds[17].columns
+            {'topic': 'topic 17'}
+        """
         return self._plan.columns_of(self.index)
 
     def quantized(self, layer: int) -> tuple[Array, Array]:
@@ -62,6 +74,11 @@ class Sample:
 
         Raises:
             KeyError: a layer that was not read, or of a dataset that is not stored in float8_e4m3fn.
+
+        Example:
+            >>> values, scales = rayhs.open("states-fp8")[17].quantized(15)
+            >>> values.dtype.name, values.shape, scales.shape
+            ('float8_e4m3fn', (2, 8), (2,))
         """
         if not self._quantized:
             raise KeyError(f"layer {layer} is not stored in float8_e4m3fn")
@@ -74,6 +91,10 @@ class Sample:
 
         Raises:
             KeyError: a layer that was not read.
+
+        Example:
+            >>> ds[17].torch(15).shape, ds[17].torch().shape
+            (torch.Size([2, 8]), torch.Size([2, 3, 8]))
         """
         if layer is not None:
             states = self.hidden_states[layer].copy()

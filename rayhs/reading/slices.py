@@ -26,6 +26,13 @@ class Slice:
 
     Attributes:
         positions: its positions in the dataset, a range.
+
+    Example:
+        >>> some = ds[2:10]
+        >>> some.positions, len(some), some[1].index
+        (range(2, 10), 8, 3)
+        >>> [sample.index for sample in some[::2]]  # position 4 was rejected
+        [2, 6, 8]
     """
 
     def __init__(self, source: Source, positions: range) -> None:

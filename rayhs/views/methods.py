@@ -60,6 +60,13 @@ class Views(ABC):
 
         Raises:
             ConfigError: a layer that is not stored, or other arguments out of range.
+
+        Example:
+            >>> ds.torch(layers=15)[0]["hidden_states"].shape
+            torch.Size([8, 8])
+            >>> loader = torch.utils.data.DataLoader(ds.torch(), batch_size=4, collate_fn=rayhs.pad_collate)
+            >>> next(iter(loader))["hidden_states"].shape
+            torch.Size([4, 8, 3, 8])
         """
         from rayhs.views.torch import TorchView
 
@@ -89,6 +96,11 @@ class Views(ABC):
 
         Raises:
             ConfigError: a layer that is not stored, or other arguments out of range.
+
+        Example:
+            >>> stream = ds.stream(layers=15, shuffle_buffer=4, shard=(0, 2))
+            >>> [sample.index for sample in stream]
+            [19, 18, 20, 16, 22, 0, 23, 17, 1, 3, 5, 21, 2, 6]
         """
         from rayhs.views.stream import Stream
 
@@ -129,7 +141,9 @@ class Views(ABC):
 
         Example:
             >>> rows = ds.arrow(layers=[15], dtype="float32")
-            >>> duckdb.sql('select sample_id, "hidden_states.15"[num_tokens] from rows where num_tokens > 512')
+            >>> found = duckdb.sql('select sample_id, "hidden_states.15"[num_tokens] from rows where num_tokens > 7')
+            >>> len(found.fetchall())
+            4
         """
         from rayhs.views.arrow import make_reader, record_batches
 
@@ -169,7 +183,9 @@ class Views(ABC):
 
         Example:
             >>> rows = ds.ray(layers=[15], columns=["sample_id"])
-            >>> rows.map_batches(lambda batch: {"norm": [np.linalg.norm(s) for s in batch["hidden_states.15"]]})
+            >>> norms = rows.map_batches(lambda batch: {"norm": [np.linalg.norm(s) for s in batch["hidden_states.15"]]})
+            >>> norms.count()
+            22
         """
         from rayhs.views.ray import make_reader, read_rows
 
@@ -183,6 +199,7 @@ class Views(ABC):
         Beside them may lie objects of attempts that lost or never ended, so ``shards/*`` is not the dataset.
 
         Example:
-            >>> duckdb.read_parquet(ds.shard_uris())  # of a dataset with shards.format: parquet
+            >>> duckdb.read_parquet(ds.shard_uris()).shape  # of a dataset with shards.format: parquet
+            (22, 7)
         """
         return [f"{self._store.uri}/{shard.name}" for shard in self.outline.shards]

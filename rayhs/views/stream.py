@@ -41,6 +41,11 @@ class Stream:
     Iterating goes through what is left of the current epoch, then the next iteration begins another. The order of
     an epoch is a function of seed, epoch and part alone, so that a state is the epoch and how many samples of it
     are done. One iteration at a time.
+
+    Example:
+        >>> stream = ds.stream(shuffle_buffer=4)
+        >>> len(stream), [sample.index for sample in stream] == [sample.index for sample in stream]
+        (22, False)
     """
 
     def __init__(self, dataset: Readable, shuffle_buffer: int, seed: int, part: tuple[int, int]) -> None:
@@ -56,7 +61,12 @@ class Stream:
         return sum(shard.samples for shard in self._shards())
 
     def split(self, part: int, parts: int) -> Stream:
-        """One of ``parts`` streams that share this one's samples, of the same epoch, from its beginning on."""
+        """One of ``parts`` streams that share this one's samples, of the same epoch, from its beginning on.
+
+        Example:
+            >>> [len(ds.stream().split(part, 2)) for part in range(2)]
+            [14, 8]
+        """
         rank, world = self._part
         stream = Stream(self._dataset, self._shuffle_buffer, self._seed, (rank * parts + part, world * parts))
         stream._epoch = self._epoch
@@ -69,21 +79,47 @@ class Stream:
 
         Raises:
             ConfigError: ``select`` is not all, loss or last.
+
+        Example:
+            >>> next(iter(ds.stream().torch(15)))["hidden_states"].shape
+            torch.Size([8, 8])
         """
         from rayhs.views.torch import TorchStream
 
         return TorchStream(self, layer, select)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch; each has an order of its own where the stream is shuffled."""
+        """Begin this epoch; each has an order of its own where the stream is shuffled.
+
+        Example:
+            >>> stream = ds.stream(shuffle_buffer=4)
+            >>> stream.set_epoch(3)
+            >>> stream.state_dict()["epoch"]
+            3
+        """
         self._epoch, self._done = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is: `load_state_dict` of one made alike goes on with the next sample."""
+        """Where the stream is: `load_state_dict` of one made alike goes on with the next sample.
+
+        Example:
+            >>> stream = ds.stream(shuffle_buffer=4)
+            >>> begun = [sample.index for _, sample in zip(range(3), stream)]
+            >>> stream.state_dict()
+            {'epoch': 0, 'done': 3, 'order': {'shuffle_buffer': 4, 'seed': 0, 'shard': [0, 1]}}
+        """
         return {"epoch": self._epoch, "done": self._done, "order": self._made()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError for the state of a stream of another order."""
+        """Go on where the state was taken; raises ConfigError for that of a stream of another order.
+
+        Example:
+            >>> state = {"epoch": 0, "done": 15, "order": {"shuffle_buffer": 0, "seed": 0, "shard": [0, 1]}}
+            >>> stream = ds.stream()
+            >>> stream.load_state_dict(state)
+            >>> [sample.index for sample in stream]
+            [17, 18, 19, 20, 21, 22, 23]
+        """
         if state["order"] != self._made():
             raise ConfigError(f"the state is of a stream with {state['order']}, this one has {self._made()}")
         self._epoch, self._done = int(state["epoch"]), int(state["done"])

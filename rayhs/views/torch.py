@@ -38,6 +38,11 @@ class TorchView(torch.utils.data.Dataset[Item]):
 
     Picklable, so that it goes to DataLoader workers by fork or spawn (a dataset on S3 by spawn). It has
     ``__getitems__``, by which a DataLoader reads the samples of a batch at once.
+
+    Example:
+        >>> view = ds.torch(layers=15, window=4)
+        >>> len(view), [len(view[item]["token_ids"]) for item in range(3)]
+        (35, [4, 4, 4])
     """
 
     def __init__(self, dataset: Readable, layer: int | None, window: int | None, select: Select) -> None:
@@ -88,6 +93,12 @@ class TorchStream(torch.utils.data.IterableDataset[Item]):
 
     Each worker has a part of its own, so that every sample comes once. Workers that are started anew for each
     iteration begin with this object's epoch: call `set_epoch`, or keep them (``persistent_workers=True``).
+
+    Example:
+        >>> items = ds.stream(shuffle_buffer=4).torch(15)
+        >>> first = next(iter(items))
+        >>> first["index"], first["hidden_states"].shape
+        (3, torch.Size([5, 8]))
     """
 
     def __init__(self, stream: Stream, layer: int | None, select: Select) -> None:
@@ -100,14 +111,34 @@ class TorchStream(torch.utils.data.IterableDataset[Item]):
             yield _as_item(sample, self._layer, self._select, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch next, here and in workers started from now on."""
+        """Begin this epoch next, here and in workers started from now on.
+
+        Example:
+            >>> items = ds.stream(shuffle_buffer=4).torch()
+            >>> items.set_epoch(1)
+            >>> items.state_dict()["epoch"]
+            1
+        """
         self._stream.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
+        """As `rayhs.views.stream.Stream.state_dict`.
+
+        Example:
+            >>> ds.stream().torch().state_dict()
+            {'epoch': 0, 'done': 0, 'order': {'shuffle_buffer': 0, 'seed': 0, 'shard': [0, 1]}}
+        """
         return self._stream.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Before iterating; raises ConfigError for the state of another order or number of workers."""
+        """Before iterating; raises ConfigError for the state of another order or number of workers.
+
+        Example:
+            >>> items = ds.stream().torch()
+            >>> items.load_state_dict({**items.state_dict(), "done": 15})
+            >>> [item["index"] for item in items]
+            [17, 18, 19, 20, 21, 22, 23]
+        """
         self._own().load_state_dict(state)
 
     def _own(self) -> Stream:
@@ -144,6 +175,12 @@ def pad_collate(items: Sequence[Item]) -> Item:
 
     Tensors are padded with zeros behind, to `[batch, longest, ...]`; ``attention_mask`` bool
     `[batch, longest]` is True where tokens are. ``sample_id`` and ``index`` are lists.
+
+    Example:
+        >>> view = ds.torch(layers=15)
+        >>> batch = rayhs.pad_collate([view[0], view[1]])
+        >>> batch["hidden_states"].shape, batch["attention_mask"].sum(1).tolist(), batch["index"]
+        (torch.Size([2, 8, 8]), [8, 6], [0, 1])
     """
     lengths = [len(item["token_ids"]) for item in items]
     mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
