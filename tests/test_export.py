@@ -264,6 +264,7 @@ def cli() -> Iterator[Cli]:
 
 def test_the_command_lists_exporters(cli: Cli) -> None:
     text = cli("--list")
+    assert not any(line.endswith(" ") for line in text.splitlines())
     assert all(name in text for name in EXPORTERS)
     found = json.loads(cli("--list", "--json"))
     assert list(found) == list(EXPORTERS)

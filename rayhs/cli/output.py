@@ -257,12 +257,17 @@ def _reasons(reasons: Mapping[str, int]) -> dict[str, str]:
 
 
 def print_pairs(rows: Mapping[str, str], out: TextIO | None = None) -> None:
+    file = out or sys.stdout
+    if not file.isatty():  # no width to fit: one long line each stays easy to grep
+        width = max(map(len, rows), default=0)
+        file.writelines(
+            f"{name:{width}}  {' '.join(value.splitlines())}".rstrip() + "\n" for name, value in rows.items()
+        )
+        return
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", overflow="fold")
     table.add_column(overflow="fold")
     for name, value in rows.items():
         # Text, not str: names and reasons come from data and may hold what looks like markup.
         table.add_row(Text(name), Text(value))
-    file = out or sys.stdout
-    # Without a terminal there is no width to fit: one long line each stays easy to grep.
-    Console(file=file, width=None if file.isatty() else 400, soft_wrap=False, highlight=False).print(table)
+    Console(file=file, soft_wrap=False, highlight=False).print(table)
