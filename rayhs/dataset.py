@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, SupportsIndex, overload
 
 import numpy as np
@@ -12,14 +12,9 @@ import pyarrow as pa
 from rayhs.codec import token_bytes
 from rayhs.config import StorageConfig
 from rayhs.errors import ConfigError, IncompleteDataset, SampleError
-from rayhs.layout import INDEX_SCHEMA, DatasetRecord, Summary
+from rayhs.layout import DatasetRecord, Summary
 from rayhs.reading.ahead import in_order
 from rayhs.reading.catalog import committed_shards, read_dataset_record, read_summary
-from rayhs.reading.id_lookup import ID_COLUMNS, IdLookup
-from rayhs.reading.index_files import IndexFiles
-from rayhs.reading.index_table import partial_index, read_index
-from rayhs.reading.outline import OUTLINE_COLUMNS, Outline, Rows, good_rows, outline_of
-from rayhs.reading.plan_reader import PlanReader
 from rayhs.reading.sample import LayerStates, Sample
 from rayhs.reading.shard_reader import Place, ShardReader, StoredSample
 from rayhs.reading.slices import Slice, as_position
@@ -86,17 +81,9 @@ class Dataset(Views):
     def __init__(
         self, store: Store, record: DatasetRecord, summary: Summary | None, layers: Sequence[int] | None = None
     ) -> None:
-        self._store = store
-        self.info = record
-        self.summary = summary
+        super().__init__(store, record, summary)
         self.layers = _chosen_layers(record, layers)
         self._shards = ShardReader(store, record, self.layers)
-        self._plan = PlanReader(store, record.plan)
-        self._index_files = IndexFiles(store, record.plan)
-
-    @property
-    def uri(self) -> str:
-        return self._store.uri
 
     @property
     def model(self) -> str:
@@ -115,32 +102,6 @@ class Dataset(Views):
     def token_bytes(self) -> int:
         """Bytes of a token's states of the layers read, as they are stored."""
         return token_bytes(self.layers, self.hidden_size, self.dtype)
-
-    @property
-    def complete(self) -> bool:
-        """Whether the run that made the dataset has finished."""
-        return self.summary is not None
-
-    @cached_property
-    def index(self) -> pa.Table:
-        """One row a sample, in input order: index, sample_id, shard, token_start, num_tokens, status, reason.
-
-        ``status`` is ok, failed or rejected; ``shard`` names the object with the states. Of an
-        unfinished dataset: the rows of its committed shards, as of the first use.
-
-        Example:
-            >>> ds.index["status"].value_counts().to_pylist()
-            [{'values': 'ok', 'counts': 22}, {'values': 'rejected', 'counts': 1}, {'values': 'failed', 'counts': 1}]
-        """
-        if self.summary is not None:
-            return read_index(self._store, self.info.plan)
-        planned = set(self.info.plan.shard_ids())
-        done = [shard for shard in committed_shards(self._store) if shard in planned]
-        return partial_index(self._store, self._plan, done)
-
-    def __len__(self) -> int:
-        """Number of rows of `index`, those without states included."""
-        return len(self._index_files) if self.complete else len(self.index)
 
     @overload
     def __getitem__(self, key: SupportsIndex) -> Sample: ...
@@ -243,22 +204,6 @@ class Dataset(Views):
         """
         return self[self.position_of(sample_id)]
 
-    def position_of(self, sample_id: str) -> int:
-        """The position of the sample of that id; raises KeyError, and TypeError for an id that is no text.
-
-        Example:
-            >>> ds.position_of("row-4")
-            4
-        """
-        if not isinstance(sample_id, str):
-            raise TypeError(
-                f"a sample id is a str, not {type(sample_id).__name__}; ds[i] reads a sample by its position"
-            )
-        position = self._ids.find(sample_id, lambda at: str(self.index_row(at)["sample_id"]))
-        if position is None:
-            raise KeyError(f"no sample {sample_id!r} in {self.uri}")
-        return position
-
     def __iter__(self) -> Iterator[Sample]:
         """Good samples in order, read ahead by a few; see `samples`."""
         return self.samples()
@@ -318,91 +263,10 @@ class Dataset(Views):
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_ids", "good")}
 
-    @cached_property
-    def _ids(self) -> IdLookup:
-        return IdLookup(self.index_tables(ID_COLUMNS))
-
-    @cached_property
-    def good(self) -> Any:
-        """Which rows of `index` have states: numpy bool `[rows]`.
-
-        Example:
-            >>> ds.good[3:6].tolist()
-            [True, False, True]
-        """
-        if "outline" in self.__dict__ or "_ids" in self.__dict__:
-            return self.outline.good if "outline" in self.__dict__ else self._ids.good
-        return np.concatenate([np.zeros(0, bool), *map(good_rows, self.index_tables(["status"]))])
-
-    @cached_property
-    def outline(self) -> Outline:
-        """Which rows of `index` have states, of how many tokens and in which shards; made in one pass over it.
-
-        Raises:
-            ObjectNotFound, FormatError: a file of the index is missing, damaged or says something impossible.
-
-        Example:
-            >>> [(shard.samples, shard.tokens) for shard in ds.outline.shards]
-            [(6, 35), (8, 40), (8, 39)]
-        """
-        return outline_of(self._checked_index(OUTLINE_COLUMNS), len(self))
-
-    def _checked_index(self, columns: Sequence[str] = tuple(INDEX_SCHEMA.names)) -> Iterable[pa.Table]:
-        return [self.index] if self._has_index else self._index_files.checked_tables(columns)
-
-    def index_tables(self, columns: Sequence[str]) -> Iterable[pa.Table]:
-        """`index` in pieces, in order, with ``columns`` at least; no more of it comes into memory than already is.
-
-        Raises:
-            ObjectNotFound, FormatError: a file of the index is missing or damaged, at its turn.
-
-        Example:
-            >>> sum(len(table) for table in ds.index_tables(["num_tokens"]))
-            24
-        """
-        return [self.index] if self._has_index else self._index_files.tables(columns)
-
-    def plan_tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Rows of the plan (`rayhs.layout.SAMPLES_SCHEMA`) in input order, a table a shard; a few are read ahead.
-
-        Raises:
-            ObjectNotFound, FormatError: a file of the plan is missing or damaged, at its turn.
-
-        Example:
-            >>> [table["index"][0].as_py() for table in ds.plan_tables(["index"])]
-            [0, 8, 16]
-        """
-        return in_order((partial(self._plan.rows, shard, columns) for shard in self.info.plan.shard_ids()), 8, 4)
-
-    @property
-    def _has_index(self) -> bool:
-        return "index" in self.__dict__ or not self.complete
-
-    @property
-    def _rows(self) -> Rows:
-        return self.index if self._has_index else self._index_files
-
-    def _stored_rows(self) -> Rows:
-        """As `_rows`, small enough for Ray's object store where the dataset is large."""
-        return self._index_files if self.complete else self.index
-
     def _is_good(self, position: int) -> bool:
         if not -len(self) <= position < len(self):
             raise IndexError(f"sample {position} of a dataset of {len(self)} samples")
         return bool(self.good[position])
-
-    def index_row(self, position: int) -> dict[str, Any]:
-        """A row of `index`; of that, no more than the file with the row is read.
-
-        Raises:
-            ObjectNotFound, FormatError: the file is missing or damaged.
-
-        Example:
-            >>> ds.index_row(4)["reason"]
-            'the prompt is empty'
-        """
-        rows: list[dict[str, Any]] = self._rows.slice(position, 1).to_pylist()
-        return rows[0]
 
 
 def _chosen_layers(record: DatasetRecord, layers: Sequence[int] | None) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     held = Held()
     monkeypatch.setattr(index_files, "read_index_file", held.read_index_file)
     monkeypatch.setattr(index_files, "_KEPT_FILES", 2)
-    monkeypatch.setattr("rayhs.dataset.read_index", None)
+    monkeypatch.setattr("rayhs.reading.indexed.read_index", None)
     return held
 
 

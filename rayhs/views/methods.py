@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from rayhs.layout import DatasetRecord
-from rayhs.reading.outline import Rows
-from rayhs.store import Store
+from rayhs.reading.indexed import Indexed
 
 if TYPE_CHECKING:
     from ray.data import Dataset as RayDataset
@@ -21,25 +19,16 @@ if TYPE_CHECKING:
     from rayhs.views.torch import Select, TorchView
 
 
-class Views(ABC):
+class Views(Indexed, ABC):
     """What `rayhs.Dataset` inherits: its good samples in the forms of torch, Arrow, Ray Data and SQL engines."""
 
-    _store: Store
-    info: DatasetRecord
     layers: tuple[int, ...]
-    outline: Any
 
     @abstractmethod
     def with_layers(self, layers: Sequence[int]) -> Dataset: ...
 
     @abstractmethod
     def _choose(self, layers: int | Sequence[int] | None) -> Dataset: ...
-
-    @abstractmethod
-    def _checked_index(self) -> Iterable[pa.Table]: ...
-
-    @abstractmethod
-    def _stored_rows(self) -> Rows: ...
 
     def torch(
         self, layers: int | Sequence[int] | None = None, *, window: int | None = None, select: Select = "all"
