@@ -12,14 +12,13 @@ import xxhash
 from rayhs.config import RunConfig, fake_shape
 from rayhs.errors import ConfigError, first_line
 from rayhs.prompts.tokenizer import TokenizerSource, open_tokenizer
+from rayhs.weights import weights_digest
 
 UNUSED_TOKENIZER = "unused"
 FAKE_VOCABULARY = 1024
 FAKE_POSITIONS = 131_072
 _STATE_DTYPES = ("float32", "float16", "bfloat16")
 _VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "_attn_implementation_internal")
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-_PROBES, _PROBE_BYTES = 16, 65_536
 
 
 @dataclass(frozen=True)
@@ -186,13 +185,11 @@ def _config_digest(whole: Any) -> xxhash.xxh3_128:
 
 
 def model_hash(name: str, whole: Any) -> str:
-    """Of the configuration ``whole``; of a model in a folder of pieces of its weights, too."""
+    """Of the configuration ``whole``; of a model in a folder of its weights, too, as `weights_digest` looks at them."""
     digest = _config_digest(whole)
     folder = Path(name)
     if folder.is_dir():
-        for path in sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
-            digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
-            digest.update(_probe(path))
+        digest.update(weights_digest(folder))
     return digest.hexdigest()
 
 
@@ -200,15 +197,3 @@ def _stable(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _stable(item) for key, item in value.items() if key not in _VOLATILE}
     return [_stable(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _probe(path: Path) -> bytes:
-    # Fine-tuned copies of a model have its names and sizes: evenly spread pieces of the weights tell
-    # them apart without reading them all.
-    digest = xxhash.xxh3_128()
-    last = max(path.stat().st_size - _PROBE_BYTES, 0)
-    with path.open("rb") as file:
-        for probe in range(_PROBES):
-            file.seek(last * probe // (_PROBES - 1))
-            digest.update(file.read(_PROBE_BYTES))
-    return digest.digest()
