@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from rayhs.weights import weights_digest
 
-SHAPES = [(4096, 100), (3,), (700, 300), (1, 1), (100_000,), (2048,)] * 6
+SHAPES = [(4096, 100), (3,), (700, 300), (1, 1), (100_000,), (2048,)] * 3
 
 
 def tensors() -> dict[str, np.ndarray]:
