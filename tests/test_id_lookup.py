@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayhs.dataset import open_dataset
@@ -44,6 +44,7 @@ def by_dict(rows: list[tuple[str, str]]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("kind", HASHES)
+@settings(deadline=None)
 @given(rows=ROWS, cuts=st.lists(st.integers(0, 40), max_size=3), absent=st.lists(IDS, max_size=5))
 def test_it_finds_what_a_dictionary_finds(
     kind: str, rows: list[tuple[str, str]], cuts: list[int], absent: list[str]
