@@ -11,6 +11,8 @@ pytest_plugins = ["tests.exports", "tests.s3_servers"]
 
 # Engines and Ray workers must not spend the run compiling Python files anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Threads of torch and of engines that wait give their core to the tests that run beside.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
