@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rayhs.cluster import cluster
-from rayhs.config import PromptsConfig, RunConfig, fake_shape
+from rayhs.config import PromptsConfig, RunConfig, fake_shape, with_whole_paths
 from rayhs.engine import device
 from rayhs.errors import ConfigError, EngineError, one_line
 from rayhs.extractor import ReplicaPlan
@@ -220,7 +220,7 @@ class _Bench:
         layers = resolve_layers(self._config.layers, self._model.num_layers)
         executor = self._config.engine.model_copy(update={"distributed_executor": self._plan.executor})
         config = self._config.model_copy(update={"engine": executor, "prompts": PromptsConfig(path="")})
-        job = PeerJob(kind, config, self._model, layers)
+        job = PeerJob(kind, with_whole_paths(config), self._model, layers)
         self._on_progress(Progress("starting", 0, len(shares), message=f"{kind} vLLM"))
         peers = []
         try:

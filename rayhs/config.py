@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -162,6 +163,14 @@ def fake_shape(model: str) -> tuple[int, int] | None:
     """``(layers, hidden)`` of the fake engine's models, ``fake/<layers>x<hidden>``; None for any other model."""
     match = _FAKE_MODEL.fullmatch(model)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def with_whole_paths(config: RunConfig) -> RunConfig:
+    """The same with folders of this machine by their whole path: Ray's processes stand where Ray was started."""
+    names = {"tokenizer": config.tokenizer, "model": None if fake_shape(config.model) else config.model}
+    folders = {key: os.path.abspath(name) for key, name in names.items() if name and os.path.isdir(name)}
+    staging = config.staging.model_copy(update={"path": os.path.abspath(config.staging.path)})
+    return config.model_copy(update={**folders, "staging": staging})
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

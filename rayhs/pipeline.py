@@ -12,7 +12,7 @@ from typing import Any
 
 from rayhs.cluster import cluster, graceful_stop
 from rayhs.codec import token_bytes
-from rayhs.config import PromptsConfig, RunConfig, fake_shape, load_config, parse_config
+from rayhs.config import PromptsConfig, RunConfig, fake_shape, load_config, parse_config, with_whole_paths
 from rayhs.dataset_run import DatasetRun, OnProgress, RunResult, ignore_progress
 from rayhs.engine import device
 from rayhs.errors import ConfigError, EngineError, RayhsError, TooManyRejected, one_line
@@ -138,6 +138,7 @@ class _Run(DatasetRun):
         self.model: ModelInfo = describe_model(config)
         self.layers = resolve_layers(config.layers, self.model.num_layers)
         identity = identity_of(config, self.model, self.layers)
+        self.config = with_whole_paths(config)
         super().__init__(store, identity, source, on_progress, repairing)
 
     @contextmanager
@@ -188,8 +189,7 @@ class _Run(DatasetRun):
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         replicas = ReplicaPlan(self.config, nodes, device())
         engine = self.config.engine.model_copy(update={"distributed_executor": replicas.executor})
-        # Replicas read the plan; prompts given as rows would travel to each. A folder's name may be relative, and
-        # Ray's processes stand where Ray was started.
+        # Replicas read the plan; prompts given as rows would travel to each.
         own = {"engine": engine, "prompts": PromptsConfig(path=""), "output": self.store.uri}
         config = self.config.model_copy(update=own)
         job = Job(config, self.model, dataset, measured)

@@ -184,7 +184,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
     return tokenizer_with(tmp_path_factory.mktemp("tokenizer"), PLAIN)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(contents=st.lists(st.text(st.sampled_from(" \n\tlowHé日'.1"), max_size=8), min_size=2, max_size=5))
 def test_every_token_is_on_its_side_of_the_border(plain: HuggingFaceTokenizer, contents: list[str]) -> None:
     roles = ("user", "assistant")

@@ -334,7 +334,7 @@ def test_a_truncated_record_is_one_line(built: Builder, name: str) -> None:
 
 @pytest.mark.parametrize("shard_format", FORMATS)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_damage_of_a_shard_is_more_than_an_error_line(
     tmp_path: Path, shard_format: str, data: st.DataObject
 ) -> None:

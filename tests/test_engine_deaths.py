@@ -132,7 +132,7 @@ def test_several_killers_in_one_shard_are_all_found(tmp_path: Path, engine: type
     assert engine.starts <= 13
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(killers=st.sets(st.integers(0, 29), max_size=3), budget=st.integers(1, 30))
 def test_any_killers_anywhere(
     tmp_path_factory: pytest.TempPathFactory, engine: type[CountedEngine], killers: set[int], budget: int

@@ -22,7 +22,7 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 STATES = hn.arrays(np.float32, hn.array_shapes(min_dims=2, max_dims=2, max_side=9), elements=FLOATS)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(STATES)
 @example(np.array([[0.0, 0.0], [1e-45, 0.0], [3e38, -3e38], [1e-38, 1e-40]], np.float32))
 def test_every_value_is_as_near_as_stated(states: np.ndarray) -> None:
@@ -39,7 +39,7 @@ def test_every_value_is_as_near_as_stated(states: np.ndarray) -> None:
     assert np.allclose(errors[whole], measured, rtol=1e-3, atol=1e-6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(STATES, st.sampled_from(["float32", "float16", "bfloat16"]))
 def test_torch_gives_the_bits_of_numpy(states: np.ndarray, dtype: str) -> None:
     import torch

@@ -22,7 +22,7 @@ from rayhs.record import Record, seal
 from tests.builders import Builder
 from tests.test_records import KINDS
 
-fuzzed = settings(max_examples=80, deadline=None)
+fuzzed = settings(max_examples=80)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),

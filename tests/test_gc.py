@@ -112,7 +112,7 @@ def test_nothing_is_removed_where_the_dataset_is_unknown(built: Builder, tmp_pat
     assert ORPHAN in names(built)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     uncommitted=st.sets(st.sampled_from([ShardId(0, 0), ShardId(0, 1), ShardId(1, 0), ShardId(1, 2)])),
     orphans=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 15), st.floats(0, 48)), max_size=8),

@@ -227,5 +227,5 @@ def commit_object(store: Any, shard: ShardId) -> str | None:
 
 TestGuarantees: Callable[[], Any] = Guarantees.TestCase
 TestGuarantees.settings = settings(  # type: ignore[attr-defined]
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=30, suppress_health_check=list(HealthCheck)
 )

@@ -151,7 +151,7 @@ def test_what_made_the_states_is_said_to_be_unknown(tmp_path: Path) -> None:
     assert versions["rayhs"] == rayhs.__version__ and "ray" not in versions
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(2, 30), min_size=1, max_size=40),
     kind=st.sampled_from(sorted(WRITERS)),

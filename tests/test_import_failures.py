@@ -283,7 +283,7 @@ def test_a_store_that_refuses_ends_the_import(tmp_path: Path, monkeypatch: pytes
     importing("vllm", folder, out, "--set", SHARDS)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cut=st.integers(0, 900),
     flips=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3),

@@ -40,7 +40,7 @@ def test_cut_counts_generated_tokens() -> None:
 ROW = st.fixed_dictionaries({"id": st.sampled_from("abcdefgh"), "text": st.text("xyz", max_size=12)})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=st.lists(ROW, min_size=1, max_size=40), step=st.integers(1, 12), target=st.integers(64, 2000))
 def test_plan_is_the_same_whatever_the_order_and_the_partitions(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, str]], step: int, target: int

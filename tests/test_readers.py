@@ -194,7 +194,7 @@ def test_fingerprint_follows_content_not_place_or_time(tmp_path: Path) -> None:
     assert fingerprint("one", LINES) != fingerprint("two", LINES.replace("1", "2"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lines=st.lists(st.sampled_from(['{"a": 1}', "", " ", "{", "[]", '{"b": "é"}']), max_size=30),
     step=st.integers(1, 9),

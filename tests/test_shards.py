@@ -210,7 +210,7 @@ def test_states_that_overflow_the_stored_dtype_fail_the_sample() -> None:
         read_staged([memory], planned(0, tokens), spec(dtype="float16"))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=40), min_size=1, max_size=8))
 def test_every_sample_is_where_the_record_says(
     tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]

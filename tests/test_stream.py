@@ -56,7 +56,7 @@ def test_samples_come_as_they_are_read_one_by_one(built: Builder, ds: Dataset) -
     assert list(next(iter(ds.stream(layers=[2]))).hidden_states) == [2]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(buffer=st.integers(0, 40), seed=st.integers(0, 9), world=st.integers(1, 6), stop=st.integers(0, 30))
 def test_any_stream_goes_on_where_it_was(ds: Dataset, buffer: int, seed: int, world: int, stop: int) -> None:
     """Each sample once an epoch over all parts, and from any state the same rest."""
