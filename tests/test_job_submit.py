@@ -81,6 +81,7 @@ def head() -> Iterator[Head]:
         "RAY_AUTH_MODE": "token",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
     }
     subprocess.run([f"{SCRIPTS}/ray", "get-auth-token", "--generate"], env=environment, check=True, capture_output=True)
     options = {
