@@ -182,7 +182,7 @@ def test_a_killed_import_goes_on_where_its_commits_end(tmp_path: Path, kind: str
     arguments = [str(folder), str(out), "--from", kind, "--model", MODEL, "--layers", IDS, "--set", SHARDS]
     with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True) as running:
         deadline = time.monotonic() + 60
-        while not (out / "commits").is_dir() or len(os.listdir(out / "commits")) < 20:
+        while not (out / "commits").is_dir() or len(list((out / "commits").glob("*.json"))) < 20:
             assert running.poll() is None and time.monotonic() < deadline
             time.sleep(0.005)
         running.send_signal(order)

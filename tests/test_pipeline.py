@@ -136,7 +136,8 @@ def test_two_replicas_give_the_dataset_of_one(tmp_path: Path) -> None:
 def test_replicas_share_the_shards(tmp_path: Path) -> None:
     run_plan(parse_config(settings(tmp_path, prompts_of(400), cluster={"replicas": 2})))
     config = parse_config(settings(tmp_path, [], cluster={"replicas": 2}))
-    job = Job(config, describe_model(config), read_dataset_record(open_store(str(tmp_path))))
+    record = read_dataset_record(open_store(str(tmp_path)))
+    job = Job(config, describe_model(config), record, measured=True)  # they begin together, however late one starts
     shards = job.dataset.plan.shard_ids()
     with graceful_stop() as stop:
         receipts = list(extract_shards(job, shards, ReplicaPlan(config, [], "cpu"), stop).iter_rows())
