@@ -118,20 +118,12 @@ async def run(
     before: Totals = {}
     windows = []
     for phase, mine in zip(phases, shards, strict=True):
-        at_once = asyncio.Semaphore(job.shards_in_flight)
-
-        async def one(shard: ShardId, at_once: asyncio.Semaphore = at_once) -> int:
-            async with at_once:
-                receipt = await replica.run_shard(shard)
-            assert not receipt.error, receipt.error
-            return receipt.tokens
-
         kind, _, interval = phase.partition(":")
         sys.setswitchinterval(float(interval or 0.005))
         for patch in (active := patches(kind)):
             patch.start()
         before_it, begun = busy(), time.perf_counter()
-        tokens = sum(await asyncio.gather(*map(one, mine)))
+        tokens = await extracted(replica, job.shards_in_flight, mine)
         seconds = time.perf_counter() - begun
         windows.append((phase, time.time() - seconds, time.time()))
         for patch in active:
@@ -149,6 +141,19 @@ async def run(
         print(json.dumps({**line, **since(before_it), "stages": stages}), flush=True)
     await replica.stop()
     return windows
+
+
+async def extracted(replica: Replica, in_flight: int, shards: list[ShardId]) -> int:
+    """The tokens of these shards, once all are committed; so many are in the replica at once."""
+    at_once = asyncio.Semaphore(in_flight)
+
+    async def one(shard: ShardId) -> int:
+        async with at_once:
+            receipt = await replica.run_shard(shard)
+        assert not receipt.error, receipt.error
+        return receipt.tokens
+
+    return sum(await asyncio.gather(*map(one, shards)))
 
 
 def prepared(config: RunConfig, workload: Workload, output: str) -> Job:
