@@ -1,11 +1,12 @@
-"""`rayhs bench` on the shapes of Qwen3 with dummy weights: states into a folder in memory. Needs a GPU, no network.
+"""Speed on the shapes of Qwen3 with dummy weights: states into a folder in memory. Needs a GPU, no network.
 
-    python tests/benchmarks/gpu.py OUT [CASE...] [--tests] [--peer stock] [--no-plain] [--rounds 3] [--set KEY=VALUE]
+    python tests/benchmarks/gpu.py OUT [CASE...] [--tests] [--set KEY=VALUE]
     python tests/benchmarks/gpu.py --table OUT/report.json
 
 Cases are the keys of CASES; without any, those that fit the GPUs there are. Those of one GPU run side by side, each
 on a GPU and on its share of the cores, before those of more. ``--tests`` runs tests/test_gpu.py first, spread alike.
-Plain prefill (and the stock connector) are measured beside the cases of COMPARED.
+A case is `rayhs bench`, through Ray; those named ``turns-`` are gpu_paired.py: ours, plain vLLM and its example
+connector in turns, three rounds.
 
 OUT/report.json has the machine, the versions, the date, what the tests said and every case. It is written anew after
 each case, and keeps what an earlier call found on such a machine. A case's own output is OUT/<case>.log. ``--table``
@@ -81,30 +82,42 @@ SHAPES["wide"] = {
     "num_attention_heads": 64,
     "num_hidden_layers": 12,
 }
-COMPARED = ("0.6b", "8b", "0.6b-tp2", "8b-tp2")
-SAME_ENGINE = {"0.6b-fp8": "0.6b", "8b-fp8": "8b"}  # measured once: plain prefill does not know what is stored
-ONE_REPLICA = {"0.6b-x2": "0.6b", "8b-x2": "8b"}
+_RELATED = {
+    "over_one_replica": {"0.6b-x2": "0.6b", "8b-x2": "8b"},
+    "over_bfloat16": {"0.6b-fp8": "0.6b", "8b-fp8": "8b"},
+}
 _SOME, _OTHERS, _TWO = "float32 or eager or graphs or layer_0", "copies or copy or bits or smollm2", "ranks"
 # What `pytest -k` is given, and how many GPUs they need; whatever is named in none of these is in the third.
 TESTS = ((_SOME, 1), (_OTHERS, 1), (f"not ({_SOME} or {_OTHERS} or {_TWO})", 1), (_TWO, 2))
 MIXED = ["--lengths", "512:3584"]
 TP2 = "engine.tensor_parallel_size=2"
-# Name: shape, changes of the run file, arguments of rayhs bench.
+# What a step takes when there is enough to do: so all its kernels but attention's are one launch a layer.
+GRAPHS = [
+    "engine.vllm.enforce_eager=false",
+    "engine.vllm.compilation_config={cudagraph_mode: PIECEWISE, cudagraph_capture_sizes: [16384]}",
+]
+FP8 = "shards.dtype=float8_e4m3fn"
+# Name: shape, changes of the run file, arguments of rayhs bench or gpu_paired.py.
 CASES: dict[str, tuple[str, list[str], list[str]]] = {
+    "turns-0.6b": ("qwen3-0.6b", [], ["--samples", "2000"]),
+    "turns-8b": ("qwen3-8b", [], ["--samples", "400"]),
+    "turns-0.6b-tp2": ("qwen3-0.6b", [TP2, *GRAPHS], ["--samples", "2600"]),
+    "turns-8b-tp2": ("qwen3-8b", [TP2], ["--samples", "440"]),
     "0.6b": ("qwen3-0.6b", [], ["--samples", "3000", *MIXED]),
-    "8b": ("qwen3-8b", [], ["--samples", "800", *MIXED]),
-    "0.6b-tp2": ("qwen3-0.6b", [TP2], ["--samples", "4000", *MIXED]),
-    "8b-tp2": ("qwen3-8b", [TP2], ["--samples", "1200", *MIXED]),
-    "0.6b-x2": ("qwen3-0.6b", ["cluster.replicas=2"], ["--samples", "4000", *MIXED]),
-    "8b-x2": ("qwen3-8b", ["cluster.replicas=2"], ["--samples", "1600", *MIXED]),
-    "long": ("qwen3-0.6b", ["engine.max_model_len=100352"], ["--samples", "20", "--lengths", "100000"]),
+    "8b": ("qwen3-8b", [], ["--samples", "600", *MIXED]),
+    "0.6b-fp8": ("qwen3-0.6b", [FP8], ["--samples", "3000", *MIXED]),
+    "8b-fp8": ("qwen3-8b", [FP8], ["--samples", "600", *MIXED]),
     "short": ("qwen3-0.6b", [], ["--samples", "20000", "--lengths", "32"]),
+    "long": ("qwen3-0.6b", ["engine.max_model_len=100352"], ["--samples", "20", "--lengths", "100000"]),
     # Layer 0 needs torch.compile on a GPU.
     "all-layers": ("qwen3-0.6b", [f"layers={list(range(1, 29))}"], ["--samples", "600", *MIXED]),
-    "0.6b-fp8": ("qwen3-0.6b", ["shards.dtype=float8_e4m3fn"], ["--samples", "3000", *MIXED]),
-    "8b-fp8": ("qwen3-8b", ["shards.dtype=float8_e4m3fn"], ["--samples", "800", *MIXED]),
+    "0.6b-x2": ("qwen3-0.6b", ["cluster.replicas=2"], ["--samples", "4000", *MIXED]),
+    "8b-x2": ("qwen3-8b", ["cluster.replicas=2"], ["--samples", "1200", *MIXED]),
+    "0.6b-tp2": ("qwen3-0.6b", [TP2, *GRAPHS], ["--samples", "4000", *MIXED]),
+    "8b-tp2": ("qwen3-8b", [TP2], ["--samples", "1200", *MIXED]),
     "wide-tp2": ("wide", [TP2], ["--samples", "400", *MIXED]),
 }
+_TURNS = "turns-"
 
 
 def run_file(folder: Path, shape: str) -> Path:
@@ -162,16 +175,20 @@ def spread(tasks: Sequence[tuple[int, Callable[[Lane], T]]], count: int) -> list
 
 
 def measure(lane: Lane, folder: Path, out: Path, case: str, extra: list[str]) -> dict[str, Any]:
-    """The report of `rayhs bench`, or ``error``; and ``command_s``, the seconds it took with all engine starts."""
+    """What the case's command reports, or ``error``; and ``command_s``, the seconds it took with all engine starts."""
     shape, changes, arguments = CASES[case]
-    options = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "-m", "rayhs", "bench", str(run_file(folder, shape)), *options, *arguments, *extra]
+    run = str(run_file(folder, shape))
+    options = [word for change in [*changes, *extra] for word in ("--set", change)]
+    if case.startswith(_TURNS):
+        command = ["tests/benchmarks/gpu_paired.py", run, "plain", "stock", "--rounds", "3", *arguments, *options]
+    else:
+        command = ["-m", "rayhs", "bench", run, *arguments, *options, "--no-plain", "--json"]
     started, log = time.monotonic(), out / f"{case}.log"
-    code, printed = lane.run([*command, "--json"], log)
+    code, printed = lane.run([sys.executable, *command], log)
     took = {"date": time.strftime("%Y-%m-%d"), "command_s": round(time.monotonic() - started, 1)}
     if code != 0:
         return {**took, "error": f"exit code {code}: {log.read_text()[-2000:]}"}
-    return {**took, **json.loads(printed)}
+    return {**took, **json.loads(printed.strip().splitlines()[-1] if case.startswith(_TURNS) else printed)}
 
 
 def run_tests(out: Path, count: int) -> dict[str, str]:
@@ -223,17 +240,18 @@ def table(report: dict[str, Any]) -> str:
         if "error" in got:
             lines.append(f"| {case} | failed: {got['error'].split(':')[0]} | | | | |")
             continue
-        plain, ours, stock = (_median(got[key]) for key in ("plain", "rayhs", "stock"))
-        ratio = f"{got['ratio']:.3f}" if got["ratio"] else ""
-        if over := got.get("over_one_replica"):
-            ratio = f"{over:.2f} times one replica"
-        beside = f"{got['stock_ratio']:.3f}" if got["stock_ratio"] else ""
-        rate = f"{got['state_bytes'] / got['tokens'] * (statistics.median(got['rayhs'])) / 1e9:.2f} GB/s"
-        lines.append(f"| {case} | {plain} | {ours} | {ratio} | {stock} {beside} | {rate} |")
+        plain, ours, stock = (_median(got.get(key)) for key in ("plain", "rayhs", "stock"))
+        ratios = [f"{got[key]:.3f} {words}" for key, words in _RATIOS.items() if got.get(key)]
+        beside = f"{stock}, {got['stock_ratio']:.3f}" if got.get("stock_ratio") else ""
+        moved = f"{got['state_bytes'] / got['tokens'] * statistics.median(got['rayhs']) / 1e9:.2f} GB/s"
+        lines.append(f"| {case} | {plain} | {ours} | {', '.join(ratios)} | {beside} | {moved} |")
     return "\n".join(lines)
 
 
-def _median(rates: list[float]) -> str:
+_RATIOS = {"ratio": "of plain", "over_one_replica": "times one replica", "over_bfloat16": "of bfloat16"}
+
+
+def _median(rates: Sequence[float] | None) -> str:
     return f"{statistics.median(rates):,.0f}" if rates else ""
 
 
@@ -241,9 +259,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("cases", nargs="*", metavar="CASE")
-    parser.add_argument("--rounds", default="1")
-    parser.add_argument("--peer", choices=["stock"])
-    parser.add_argument("--no-plain", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change every case's run file")
     parser.add_argument("--tests", action="store_true")
     parser.add_argument("--table", action="store_true")
@@ -261,16 +276,8 @@ def main() -> None:
     if chosen.tests:
         report["tests"] = run_tests(out, count)
     cases = chosen.cases or [case for case in CASES if gpus_of(case) <= count]
-    run_cases(report, {case: arguments(case, chosen) for case in cases}, out)
+    run_cases(report, cases, chosen.set, out)
     print(table(report))
-
-
-def arguments(case: str, chosen: argparse.Namespace) -> list[str]:
-    """Those of `rayhs bench` that are the same for all shapes."""
-    found = [word for change in chosen.set for word in ("--set", change)]
-    if case not in COMPARED or chosen.no_plain:
-        return [*found, "--no-plain"]
-    return [*found, "--rounds", chosen.rounds, *(["--peer", chosen.peer] if chosen.peer else [])]
 
 
 def begun(out: Path) -> dict[str, Any]:
@@ -285,10 +292,10 @@ def begun(out: Path) -> dict[str, Any]:
     return report
 
 
-def run_cases(report: dict[str, Any], cases: dict[str, list[str]], out: Path) -> None:
+def run_cases(report: dict[str, Any], cases: Sequence[str], extra: list[str], out: Path) -> None:
     folder, lock = Path(tempfile.mkdtemp()), threading.Lock()
 
-    def one(case: str, extra: list[str], lane: Lane) -> None:
+    def one(case: str, lane: Lane) -> None:
         got = measure(lane, folder, out, case, extra)
         with lock:
             report["cases"][case] = got
@@ -296,17 +303,15 @@ def run_cases(report: dict[str, Any], cases: dict[str, list[str]], out: Path) ->
             (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
             print(case, json.dumps(got), flush=True)
 
-    spread(
-        [(gpus_of(case), partial(one, case, extra)) for case, extra in cases.items()], len(report["machine"]["gpus"])
-    )
+    spread([(gpus_of(case), partial(one, case)) for case in cases], len(report["machine"]["gpus"]))
     shutil.rmtree(folder)
 
 
 def relate(cases: dict[str, dict[str, Any]]) -> None:
-    """Ratios to what another case measured, by name of case and key."""
-    for related, key, to in ((SAME_ENGINE, "ratio", "plain"), (ONE_REPLICA, "over_one_replica", "rayhs")):
-        for case, other in related.items():
-            if (got := cases.get(case, {}).get("rayhs")) and (rates := cases.get(other, {}).get(to)):
+    """Ratios of the rates of two cases, by key."""
+    for key, pairs in _RELATED.items():
+        for case, other in pairs.items():
+            if (got := cases.get(case, {}).get("rayhs")) and (rates := cases.get(other, {}).get("rayhs")):
                 cases[case][key] = statistics.median(got) / statistics.median(rates)
 
 

@@ -5,7 +5,8 @@
 On a host whose cores are shared, the same engine is up to a third slower at one minute than at the next, so runs one
 after the other say little about a ratio. Here each engine takes its share of the GPU's memory, all start at once, and
 then a round of each follows the other. Ours is a replica without Ray: from its first prompt to the last commit record,
-in a folder in memory. Prints a JSON line a round, and the medians: of the rates, and of each round's ratio to plain.
+in a folder in memory. Says every round on standard error, and prints a JSON object: the rates of all rounds, and the
+medians of each round's ratio to plain.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import uvloop
 
 from rayhs.bench import Workload, parse_lengths
+from rayhs.codec import token_bytes
 from rayhs.config import load_config
 from rayhs.engine import device
 from rayhs.job import Job
@@ -33,7 +35,7 @@ from rayhs.peers import Peer, PeerJob, PeerKind
 from rayhs.reading.plan_reader import PlanReader
 from rayhs.replica import Replica
 from rayhs.store import open_store
-from tests.benchmarks.gpu_stages import extracted, prepared
+from tests.benchmarks.gpu_stages import extracted, forget_states, prepared
 
 _MEMORY = 0.9  # of the GPU's, shared by the engines
 _CACHE_BYTES = 20 * 2**30  # said to vLLM, as what it measures would count the others that start at the same time
@@ -95,22 +97,28 @@ async def take_turns(job: Job, rounds: list[list[ShardId]], others: list[Other])
             begun = time.perf_counter()
             tokens = await extracted(replica, job.shards_in_flight, mine)
             rates = {"rayhs": tokens / (time.perf_counter() - begun)}
+            forget_states(replica)
             for other in others:
                 rates[other.kind] = await asyncio.to_thread(other.next)
             found.append(rates)
-            print(json.dumps({kind: round(rate) for kind, rate in rates.items()}), flush=True)
+            print(json.dumps({kind: round(rate) for kind, rate in rates.items()}), file=sys.stderr, flush=True)
     finally:
         await replica.stop()
     return found
 
 
-def medians(found: list[dict[str, float]]) -> dict[str, float]:
-    kinds = found[0].keys()
-    middle = {kind: round(statistics.median(rates[kind] for rates in found)) for kind in kinds}
-    if "plain" not in kinds:
-        return middle
-    ratios = {k: statistics.median(r[k] / r["plain"] for r in found) for k in kinds if k != "plain"}
-    return middle | {f"{kind} over plain": round(ratio, 4) for kind, ratio in ratios.items()}
+def report(job: Job, rounds: list[list[ShardId]], found: list[dict[str, float]]) -> dict[str, Any]:
+    """Keyed as the report of `rayhs bench`; tokens and bytes are a round's."""
+    plan = PlanReader(open_store(job.config.output), job.dataset.plan)
+    tokens = sum(len(ids) for shard in rounds[0] for ids in plan.rows(shard, ["token_ids"]).column(0).to_pylist())
+    rates = {kind: [one[kind] for one in found] for kind in found[0]}
+    ratios = {
+        key: statistics.median(one[kind] / one["plain"] for one in found)
+        for kind, key in (("rayhs", "ratio"), ("stock", "stock_ratio"))
+        if kind in rates and "plain" in rates
+    }
+    each = token_bytes(job.dataset.layers, job.dataset.hidden_size, job.dataset.dtype)
+    return {**rates, **ratios, "tokens": tokens, "state_bytes": tokens * each}
 
 
 def main() -> None:
@@ -136,7 +144,7 @@ def main() -> None:
             serve(chosen.serve, job, rounds)
             return
         others = [Other(kind, sys.argv[1:]) for kind in chosen.others]
-        print(json.dumps(medians(uvloop.run(take_turns(job, rounds, others)))), flush=True)
+        print(json.dumps(report(job, rounds, uvloop.run(take_turns(job, rounds, others)))), flush=True)
         for other in others:
             other.stop()
 

@@ -131,7 +131,7 @@ async def run(
         after = {key: tuple(value) for key, value in replica._all_metrics().items()}
         stages = {key: round(value[0] - before.get(key, (0.0, 0))[0], 2) for key, value in after.items()}
         before = after
-        replica._store.delete([name for name, _ in replica._store.list("") if name.endswith(".safetensors")])
+        forget_states(replica)
         line = {
             "phase": phase,
             "begun": round(windows[-1][1], 2),
@@ -141,6 +141,11 @@ async def run(
         print(json.dumps({**line, **since(before_it), "stages": stages}), flush=True)
     await replica.stop()
     return windows
+
+
+def forget_states(replica: Replica) -> None:
+    """Give back the memory of the shards stored so far."""
+    replica._store.delete([name for name, _ in replica._store.list("") if name.endswith(".safetensors")])
 
 
 async def extracted(replica: Replica, in_flight: int, shards: list[ShardId]) -> int:
