@@ -38,6 +38,7 @@ from rayhs.versions import installed_versions
 OnProgress = Callable[[Progress], None]
 _SEED = 20
 _LENGTHS = (512, 3584)
+_END = "after the engine"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Stage:
-    """Work between engine and store: bytes moved, and seconds summed over replicas and threads."""
+    """Work between engine and store: bytes moved, and seconds summed over replicas and threads.
+
+    ``after the engine`` is what a run takes once its last state is there, whatever its length.
+    """
 
     stage: str
     seconds: float
@@ -245,6 +249,7 @@ class _Bench:
         ours = tuple(tally.tokens_per_second for tally in tallies)
         seconds = sum(tally.seconds for tally in tallies) * self._plan.replicas[0]
         totals = _added([totals for tally in tallies for totals in tally.metrics.values()])
+        totals[_END] = (sum(tally.end_seconds for tally in tallies) * self._plan.replicas[0], 0)
         ratio = _ratio(ours, rates["plain"])
         return BenchReport(
             model=record.model,
@@ -312,6 +317,11 @@ def bottleneck(ratio: float | None, seconds: float, totals: Totals, engine: str 
         return (
             f"the copy out of the GPU: for {share('wait for pinned memory'):.0%} of the time all pinned memory was "
             "in use; fewer layers or a narrower dtype help"
+        )
+    if share(_END) > max(0.01, (1 - ratio) / 2 if ratio is not None else 0.03):
+        return (
+            f"the end of the run, {share(_END):.0%} of it: the engine was done and the last shards were still on "
+            "their way; more --samples weigh it less"
         )
     if share("step") > 0.1:
         return f"the connector: it took {share('step'):.0%} of the time of vLLM's worker loop"

@@ -110,7 +110,8 @@ class Receipt:
     """What became of one shard; the only thing a replica sends back.
 
     ``replica`` tells the replicas of a run apart; ``started`` is the Unix time at which the shard was
-    begun, with the engine up, and ``seconds`` what it took. ``metrics`` are the JSON of the replica's
+    begun, with the engine up, ``extracted`` that at which its last state had been checked (0 where nothing was
+    extracted), and ``seconds`` what the whole took. ``metrics`` are the JSON of the replica's
     `rayhs.metrics.Totals` so far, where the job is measured.
     ``error`` tells why it was not committed; ``fatal`` that no other shard of the run will be either.
     """
@@ -122,13 +123,14 @@ class Receipt:
     tokens: int = 0
     bytes: int = 0
     started: float = 0.0
+    extracted: float = 0.0
     seconds: float = 0.0
     error: str = ""
     fatal: bool = False
     metrics: str = ""
 
     @classmethod
-    def of(cls, record: CommitRecord, started: float, metrics: str = "") -> Receipt:
+    def of(cls, record: CommitRecord, started: float, extracted: float = 0.0, metrics: str = "") -> Receipt:
         """Of a shard that was committed just now."""
         return cls(
             shard=record.shard,
@@ -137,6 +139,7 @@ class Receipt:
             tokens=sum(record.good_tokens),
             bytes=record.object_bytes,
             started=started,
+            extracted=extracted,
             seconds=time.time() - started,
             metrics=metrics,
         )

@@ -137,6 +137,7 @@ class Replica:
         started = time.time()
         async with AsyncExitStack() as held:
             results = await self._unless_stopped(self._extract(shard, held))
+            extracted = time.time()
             self._streak.refuse(any(isinstance(result, FailedSample) for result in results))
             with self._metrics.timed("to store"):
                 record = await self._commit(shard, results)
@@ -144,7 +145,7 @@ class Replica:
         self._store_failures = 0
         self._streak.committed(record)
         self._streak.refuse("failed" in record.status)
-        return self._receipt(record, started)
+        return self._receipt(record, started, extracted)
 
     async def ready(self) -> None:
         """Start the engine; of a measured job, warm it up and wait for the other replicas.
@@ -275,8 +276,8 @@ class Replica:
         extra = self._job.dataset.include_generated
         return min(sum(self._job.sample_bytes(len(p.token_ids) + extra) for p in planned), self.budget.limit)
 
-    def _receipt(self, record: CommitRecord, started: float) -> Receipt:
-        return Receipt.of(record, started, json.dumps(self._all_metrics()) if self._job.measured else "")
+    def _receipt(self, record: CommitRecord, started: float, extracted: float = 0.0) -> Receipt:
+        return Receipt.of(record, started, extracted, json.dumps(self._all_metrics()) if self._job.measured else "")
 
     def _all_metrics(self) -> Totals:
         staging = self._keeper.staging

@@ -37,13 +37,14 @@ class Tally:
     """Receipts of ``total`` shards added up; keeps nothing a shard but the errors.
 
     ``seconds`` run from the first shard begun (an engine is up) to the last one committed, by the
-    clocks of the replicas. ``metrics`` are the largest of each replica, where the job is measured.
+    clocks of the replicas; ``end_seconds`` are those of them in which the engines had nothing left to do and the
+    last shards were still on their way. ``metrics`` are the largest of each replica, where the job is measured.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.seconds = 0.0
-        self._first, self._last = float("inf"), 0.0
+        self._first, self._extracted, self._last = float("inf"), 0.0, 0.0
         self.shards = self.samples = self.tokens = self.bytes = 0
         self.errors: dict[str, str] = {}
         self.metrics: dict[str, Totals] = {}
@@ -52,6 +53,10 @@ class Tally:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def end_seconds(self) -> float:
+        return self._last - self._extracted if self._extracted else 0.0
 
     def progress(self, phase: Phase = "extracting") -> Progress:
         return Progress(phase, self.shards, self.total, self.samples, self.tokens, self.bytes, self.tokens_per_second)
@@ -63,6 +68,7 @@ class Tally:
         self.bytes += int(receipt.bytes)
         if receipt.started:
             self._first = min(self._first, float(receipt.started))
+            self._extracted = max(self._extracted, receipt.extracted)
             self._last = max(self._last, receipt.started + receipt.seconds)
             self.seconds = self._last - self._first
         if receipt.metrics:

@@ -5,7 +5,7 @@
 
 Cases are the keys of CASES; without any, those that fit the GPUs there are. Those of one GPU run side by side, each
 on a GPU and on its share of the cores, before those of more. ``--tests`` runs tests/test_gpu.py first, spread alike.
-A case is `rayhs bench`, through Ray; those named ``turns-`` are gpu_paired.py: ours, plain vLLM and its example
+A case is `rayhs bench`, through Ray; those named ``turns-`` are gpu_turns.py: ours, plain vLLM and its example
 connector in turns, three rounds.
 
 OUT/report.json has the machine, the versions, the date, what the tests said and every case. It is written anew after
@@ -97,12 +97,12 @@ GRAPHS = [
     "engine.vllm.compilation_config={cudagraph_mode: PIECEWISE, cudagraph_capture_sizes: [16384]}",
 ]
 FP8 = "shards.dtype=float8_e4m3fn"
-# Name: shape, changes of the run file, arguments of rayhs bench or gpu_paired.py.
+# Name: shape, changes of the run file, arguments of rayhs bench or gpu_turns.py.
 CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "turns-0.6b": ("qwen3-0.6b", [], ["--samples", "2000"]),
-    "turns-8b": ("qwen3-8b", [], ["--samples", "400"]),
-    "turns-0.6b-tp2": ("qwen3-0.6b", [TP2, *GRAPHS], ["--samples", "2600"]),
-    "turns-8b-tp2": ("qwen3-8b", [TP2], ["--samples", "440"]),
+    "turns-8b": ("qwen3-8b", [], ["--samples", "800"]),
+    "turns-0.6b-tp2": ("qwen3-0.6b", [TP2, *GRAPHS], ["--samples", "6000"]),
+    "turns-8b-tp2": ("qwen3-8b", [TP2], ["--samples", "800"]),
     "0.6b": ("qwen3-0.6b", [], ["--samples", "3000", *MIXED]),
     "8b": ("qwen3-8b", [], ["--samples", "600", *MIXED]),
     "0.6b-fp8": ("qwen3-0.6b", [FP8], ["--samples", "3000", *MIXED]),
@@ -180,11 +180,13 @@ def measure(lane: Lane, folder: Path, out: Path, case: str, extra: list[str]) ->
     run = str(run_file(folder, shape))
     options = [word for change in [*changes, *extra] for word in ("--set", change)]
     if case.startswith(_TURNS):
-        command = ["tests/benchmarks/gpu_paired.py", run, "plain", "stock", "--rounds", "3", *arguments, *options]
+        command = ["tests/benchmarks/gpu_turns.py", run, "rayhs", "plain", "stock", *arguments, *options]
     else:
         command = ["-m", "rayhs", "bench", run, *arguments, *options, "--no-plain", "--json"]
     started, log = time.monotonic(), out / f"{case}.log"
     code, printed = lane.run([sys.executable, *command], log)
+    with log.open("a") as file:
+        file.write(printed)
     took = {"date": time.strftime("%Y-%m-%d"), "command_s": round(time.monotonic() - started, 1)}
     if code != 0:
         return {**took, "error": f"exit code {code}: {log.read_text()[-2000:]}"}
