@@ -197,6 +197,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"kv_transfer_params": transfer},
+            skip_clone=True,  # vLLM's deep copy would take a third of what a short prompt costs this process
         )
         prompt = tokens_input(list(token_ids))  # as vLLM itself would have made it of them, in a thread
         try:

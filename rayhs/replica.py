@@ -46,6 +46,7 @@ from rayhs.turns import Turns
 from rayhs.warm_start import Begin, WarmStart
 
 _CHECKERS = 4  # memory bandwidth, not threads, is the limit; more of them fight for the GIL
+_CHECKED_HERE = 2**20  # bytes; of less, handing it to a checker would cost more than the check
 _MOST_STORE_FAILURES = 3  # shards in a row; each has had its attempts and the store's own retries
 _RETRY_WAIT_S = (1.0, 30.0)  # first and longest wait, doubled each time, between uploads of a shard
 HANDED_BACK = "handed back: the run was interrupted"
@@ -222,12 +223,16 @@ class Replica:
                 await running.engine.extract(key, token_ids)
             parts = await running.arrivals.wait(key)
             held.callback(running.area.release, key)
-            loop = asyncio.get_running_loop()
-            results[planned.index] = await loop.run_in_executor(self._checkers, self._read, parts, planned)
+            results[planned.index] = await self._checked(parts, planned)
             self._streak.good()
         except SampleError as error:
             self._fail(results, planned, str(error))
         self._keeper.sample_done()
+
+    async def _checked(self, parts: list[memoryview], planned: PlannedSample) -> GoodSample:
+        if sum(map(len, parts)) <= _CHECKED_HERE:
+            return self._read(parts, planned)
+        return await asyncio.get_running_loop().run_in_executor(self._checkers, self._read, parts, planned)
 
     @contextmanager
     def _engine_used(self) -> Iterator[None]:

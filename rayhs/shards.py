@@ -23,6 +23,7 @@ from rayhs.layout import CommitRecord, LayerError, ShardFormat, ShardId, commit_
 from rayhs.store import Store
 
 _UPLOAD_PIECE = 8 * 2**20
+_SMALL_PIECE = 2**20  # less is put together: every hash and every write gives the GIL away, which others want
 COMMIT_WITHIN_S = 3 * 3600
 """An object is committed at most this long after its upload began, or never."""
 
@@ -260,11 +261,28 @@ class _Upload:
         self._store.put_stream(self.name, self._hashed(pieces), nbytes)
 
     def _hashed(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-        for piece in pieces:
+        for piece in _gathered(pieces):
             for first in range(0, len(piece), _UPLOAD_PIECE):
                 part = piece[first : first + _UPLOAD_PIECE]
                 self._digest.update(part)
                 yield part
+
+
+def _gathered(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+    """The same bytes, with runs of small pieces joined."""
+    small: list[memoryview] = []
+    held = 0
+    for piece in pieces:
+        if small and held + len(piece) > _SMALL_PIECE:
+            yield memoryview(b"".join(small))
+            small, held = [], 0
+        if len(piece) < _SMALL_PIECE:
+            small.append(piece)
+            held += len(piece)
+        else:
+            yield piece
+    if small:
+        yield memoryview(b"".join(small))
 
 
 def _pack(

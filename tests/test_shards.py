@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +17,16 @@ from rayhs.errors import SampleError, StoreError
 from rayhs.fake import fake_states
 from rayhs.fp8 import quantize
 from rayhs.layout import CommitRecord, ShardId, commit_name
-from rayhs.shards import FailedSample, GoodSample, PlannedSample, ShardSpec, check_states, read_staged, write_shard
+from rayhs.shards import (
+    FailedSample,
+    GoodSample,
+    PlannedSample,
+    ShardSpec,
+    _gathered,
+    check_states,
+    read_staged,
+    write_shard,
+)
 from rayhs.store import Store, open_store
 
 LAYERS = (1, 3)
@@ -240,3 +251,11 @@ def test_a_staged_header_is_filled_in_as_it_would_be_built(
     assert header.build(tokens) == build_header(specs, metadata)
     assert tokens * header.token_bytes == sum(one.nbytes for one in specs)
     assert header.at_most(tokens) == staged_bytes_at_most(sorted(layers), hidden, dtype, tokens)
+
+
+@given(st.lists(st.binary(max_size=12), max_size=40))
+def test_small_pieces_of_an_upload_travel_together(pieces: list[bytes]) -> None:
+    with mock.patch("rayhs.shards._SMALL_PIECE", 8):
+        got = list(_gathered(iter(map(memoryview, pieces))))
+    assert b"".join(got) == b"".join(pieces)
+    assert all(len(one) + len(next_one) >= 8 for one, next_one in itertools.pairwise(got))
