@@ -45,7 +45,26 @@ def consumers_python() -> Path:
 def consume(python: Path, tasks: Sequence[Mapping[str, Any]], folder: Path) -> list[Any]:
     """What each task of `tests/consumers/run.py` returns."""
     (folder / "tasks.json").write_text(json.dumps(tasks))
-    script = str(ROOT / "tests" / "consumers" / "run.py")
+    _run_script(python, "run.py", folder, str(folder / "tasks.json"), str(folder / "results.json"))
+    results: list[Any] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+def speculators_train(python: Path, export: Path, model: str, folder: Path, *options: str) -> list[dict[str, Any]]:
+    """What the real `speculators train` says of its steps; checkpoints are in ``folder/checkpoints``.
+
+    A draft for EAGLE-3 with the export's layers and vocabulary maps.
+    """
+    manifest = json.loads((export / "rayhs-export.json").read_text())
+    arguments = ["--speculator-type", "eagle3", "--verifier-name-or-path", model, "--data-path", str(export)]
+    arguments += [*manifest["train_with"].split(), "--draft-vocab-size", str(manifest["options"]["draft_vocab_size"])]
+    arguments += ["--on-missing", "raise", "--draft-attn-impl", "sdpa", "--loss-implementation", "eager"]
+    arguments += ["--num-workers", "1", "--save-path", str(folder / "checkpoints"), *options]
+    _run_script(python, "train_command.py", folder, str(folder / "metrics.jsonl"), "train", *arguments)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _run_script(python: Path, name: str, folder: Path, *arguments: str) -> None:
     environment = {
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(folder / "hf"),
@@ -53,7 +72,7 @@ def consume(python: Path, tasks: Sequence[Mapping[str, Any]], folder: Path) -> l
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     done = subprocess.run(
-        [str(python), script, str(folder / "tasks.json"), str(folder / "results.json")],
+        [str(python), str(ROOT / "tests" / "consumers" / name), *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -61,8 +80,6 @@ def consume(python: Path, tasks: Sequence[Mapping[str, Any]], folder: Path) -> l
         timeout=400,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    results: list[Any] = json.loads((folder / "results.json").read_text())
-    return results
 
 
 def states_of(row: Row, layer: int) -> np.ndarray:

@@ -13,7 +13,18 @@ import rayhs
 from rayhs.errors import ConfigError
 from rayhs.export import export_dataset
 from tests.builders import Builder
-from tests.exports import FAULTS, HOOK_FAULT, OPTIONS, Arrays, Case, consume, differences, export_case, load
+from tests.exports import (
+    FAULTS,
+    HOOK_FAULT,
+    OPTIONS,
+    Arrays,
+    Case,
+    consume,
+    differences,
+    export_case,
+    load,
+    speculators_train,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +132,23 @@ def test_speculators_trains_an_eagle3_draft_on_the_states_of_a_real_model(
         assert np.array_equal(found[f"{i}/below"], np.concatenate([row.states[k] for k in (2, 15, 27)], axis=1))
     losses = results["eagle3"]["losses"]
     assert len(losses) == 30 and np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5]), losses
+
+
+def test_the_train_command_of_speculators(
+    results: dict[str, Any], smollm: Builder, consumers_python: Path, tmp_path: Path
+) -> None:
+    """Its own loaders, trainer and checkpoints; on the CPU, which the trainer is told to take."""
+    export = Path(results["real speculators"]["out"]).parent / "eagle3"
+    options = ["--total-seq-len", "256", "--epochs", "2", "--lr", "1e-3", "--optimizer", "adamw", "--ttt-steps", "1"]
+    told = speculators_train(
+        consumers_python, export, smollm.model, tmp_path, *options, "--hidden-states-dtype", "float32"
+    )
+    first = next(step["train"]["loss"] for step in told if "train" in step)
+    last = [step["val"]["loss_epoch"] for step in told if "val" in step][-1]
+    assert len([step for step in told if "train" in step]) >= 8 and last < 0.7 * first, told
+    assert all(step["train"]["error_records"] == 0 for step in told if "train" in step)
+    draft = json.loads((tmp_path / "checkpoints" / "1" / "config.json").read_text())
+    assert draft["eagle_aux_hidden_state_layer_ids"] == [2, 15, 27] and draft["draft_vocab_size"] == 2048
 
 
 def test_sae_lens_trains_an_autoencoder_on_the_states_of_a_real_model(results: dict[str, Any]) -> None:

@@ -5,7 +5,9 @@ Run here on an H200 with vLLM 0.26 (offline): `python -m pytest -m gpu tests/tes
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,8 +22,10 @@ from rayhs.config import parse_config
 from rayhs.demo import cache_folder, prepare_demo
 from rayhs.engine import plain_arguments, prepare_vllm, speculative_config
 from rayhs.errors import ConfigError, EngineError
+from rayhs.export import export_dataset
 from rayhs.peers import wait_until_whole
 from rayhs.verify.reference import token_errors
+from tests.exports import speculators_train
 from tests.models import Oracle, random_prompts, save_tiny_model
 from tests.test_parity import LAYERS, SHARED, RunningEngine
 
@@ -276,3 +280,31 @@ def test_the_whole_run(model: Path, tmp_path: Path) -> None:
     assert (result.exit_code, result.summary.ok) == (0, 300)
     dataset, some = rayhs.open(result.uri), range(0, 300, 37)
     Judge(model, "bfloat16").check([prompts[i] for i in some], [dataset[i].hidden_states for i in some])
+
+
+@pytest.mark.ray
+def test_speculators_trains_on_the_states_of_smollm2(tmp_path: Path) -> None:
+    """The real `speculators train`, on what was extracted, exported and never touched in between."""
+    if importlib.util.find_spec("speculators") is None:
+        pytest.skip("needs speculators 0.9")
+    try:
+        folder, texts = prepare_demo(cache_folder())
+    except ConfigError as error:
+        pytest.skip(str(error))
+    settings: dict[str, Any] = {
+        "model": str(folder),
+        "prompts": {"path": str(texts), "text": "text", "id": "id", "too_long": "truncate"},
+        "layers": ["eagle3", "last"],
+        "output": str(tmp_path / "out"),
+        "engine": {"dtype": "bfloat16", "max_model_len": 2048}
+        | {"vllm": {"enforce_eager": True, "gpu_memory_utilization": 0.2}},
+        "cluster": {"address": "local"},
+    }
+    result = rayhs.extract(**settings)
+    export_dataset(rayhs.open(result.uri), "speculators", str(tmp_path / "export"), options={"draft_vocab_size": 8192})
+    options = ["--total-seq-len", "2048", "--epochs", "6", "--lr", "1e-3", "--optimizer", "adamw"]
+    told = speculators_train(Path(sys.executable), tmp_path / "export", str(folder), tmp_path, *options)
+    training = [step["train"]["loss"] for step in told if "train" in step]
+    validation = [step["val"]["loss_epoch"] for step in told if "val" in step]
+    print("training", training, "validation", validation)
+    assert len(validation) == 6 and validation[-1] < 0.8 * training[0]

@@ -10,8 +10,7 @@ connector in turns, three rounds.
 
 OUT/report.json has the machine, the versions, the date, what the tests said and every case. It is written anew after
 each case, and keeps what an earlier call found on such a machine. A case's own output is OUT/<case>.log. ``--table``
-prints a report as Markdown. On a bare host byte-compile vLLM first (`python -m compileall -q -j 16 FOLDER`): else every
-engine's first start does it.
+prints a report as Markdown. tests/gpu_host.sh makes a bare host ready.
 """
 
 from __future__ import annotations
@@ -199,7 +198,7 @@ def run_tests(out: Path, count: int) -> dict[str, str]:
     def group(number: int, name: str, lane: Lane) -> tuple[str, str]:
         # Without pyproject.toml's settings: they need plugins that a bare host lacks.
         bare = ["-c", os.devnull, "--rootdir=.", "-W", "ignore", "-p", "no:cacheprovider"]
-        command = [sys.executable, "-m", "pytest", "-q", *bare, "-k", name]
+        command = [sys.executable, "-m", "pytest", "-q", "-rP", *bare, "-k", name]
         log = out / f"tests-{number}.log"
         _, printed = lane.run([*command, "tests/test_gpu.py"], log)
         log.write_text(log.read_text() + printed)
