@@ -98,10 +98,10 @@ GRAPHS = [
 FP8 = "shards.dtype=float8_e4m3fn"
 # Name: shape, changes of the run file, arguments of rayhs bench or gpu_turns.py.
 CASES: dict[str, tuple[str, list[str], list[str]]] = {
-    "turns-0.6b": ("qwen3-0.6b", [], ["--samples", "2000"]),
-    "turns-8b": ("qwen3-8b", [], ["--samples", "800"]),
+    "turns-0.6b": ("qwen3-0.6b", [], ["--samples", "4000"]),
+    "turns-8b": ("qwen3-8b", [], ["--samples", "900"]),
     "turns-0.6b-tp2": ("qwen3-0.6b", [TP2, *GRAPHS], ["--samples", "6000"]),
-    "turns-8b-tp2": ("qwen3-8b", [TP2], ["--samples", "800"]),
+    "turns-8b-tp2": ("qwen3-8b", [TP2], ["--samples", "1450"]),
     "0.6b": ("qwen3-0.6b", [], ["--samples", "3000", *MIXED]),
     "8b": ("qwen3-8b", [], ["--samples", "600", *MIXED]),
     "0.6b-fp8": ("qwen3-0.6b", [FP8], ["--samples", "3000", *MIXED]),
