@@ -6,7 +6,8 @@
 export PYTHONPATH=$HOME/site:$PWD VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 unset PYTHONDONTWRITEBYTECODE
 if [ ! -d "$HOME/site" ]; then
-  (for i in $(seq 12); do head -c 10G /dev/zero > "/dev/shm/fill$i" & done; wait; rm -f /dev/shm/fill*) &
+  half=$(($(df --output=avail -BG /dev/shm | tail -1 | tr -dc 0-9) / 20)) # of what is free, in pieces of 10 GiB
+  (for i in $(seq "$half"); do head -c 10G /dev/zero > "/dev/shm/fill$i" & done; wait; rm -f /dev/shm/fill*) &
   touching=$!
   mkdir -p "$HOME/site"
   for folder in "$@"; do cat "$folder"/part.* | xz -dc -T0 | tar xf - -C "$HOME/site"; done
