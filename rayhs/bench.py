@@ -318,11 +318,12 @@ def bottleneck(ratio: float | None, seconds: float, totals: Totals, engine: str 
             f"the copy out of the GPU: for {share('wait for pinned memory'):.0%} of the time all pinned memory was "
             "in use; fewer layers or a narrower dtype help"
         )
-    if share(_END) > max(0.01, (1 - ratio) / 2 if ratio is not None else 0.03):
+    if share(_END) > max(0.01, (1 - ratio) / 2 if ratio is not None else 0.1):
         return (
             f"the end of the run, {share(_END):.0%} of it: the engine was done and the last shards were still on "
             "their way; more --samples weigh it less"
         )
     if share("step") > 0.1:
         return f"the connector: it took {share('step'):.0%} of the time of vLLM's worker loop"
-    return f"{engine}: no stage behind it was waited for"
+    end = f"; {share(_END):.0%} of the run were its end, after the engine" if share(_END) > 0.03 else ""
+    return f"{engine}: no stage behind it was waited for{end}"

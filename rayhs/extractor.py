@@ -206,12 +206,16 @@ def extract_shards(job: Job, shards: list[ShardId], plan: ReplicaPlan, stop: Any
     import ray.data
 
     low, high = plan.replicas
-    # Twice as many tasks as run at once: the next shards wait in the actor, not for the driver.
+    # Twice as many tasks as run at once: the next shards wait in the actor, not for the driver. Replicas that are to
+    # begin together take no more than leaves some for each: Ray ends an actor without work while its engine starts.
+    waiting = job.shards_in_flight * 2
+    if job.measured:
+        waiting = min(waiting, max(1, len(shards) // low))
     pool = ray.data.ActorPoolStrategy(
         min_size=low,
         max_size=high,
-        max_tasks_in_flight_per_actor=job.shards_in_flight * 2,
-        max_concurrent_calls_per_actor=job.shards_in_flight,
+        max_tasks_in_flight_per_actor=waiting,
+        max_concurrent_calls_per_actor=min(waiting, job.shards_in_flight),
         enable_true_multi_threading=True,
     )
     rows: list[dict[str, Any]] = [{"shard": str(shard)} for shard in shards]

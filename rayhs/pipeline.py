@@ -89,11 +89,21 @@ def run_extract(config: RunConfig, on_progress: OnProgress = ignore_progress, re
 
 
 def run_measured(config: RunConfig, on_progress: OnProgress = ignore_progress) -> Tally:
-    """As `run_extract`, with warm engines that begin together and `Tally.metrics`; for `rayhs bench`."""
+    """As `run_extract`, with warm engines that begin together and `Tally.metrics`; for `rayhs bench`.
+
+    Raises:
+        ConfigError: also where some of the replicas would have no shard.
+    """
     run = _Run(config, on_progress)
     with run.cluster() as join:
         join()
         dataset, _ = run.ensure_plan()
+        shards, replicas = len(dataset.plan.shard_ids()), config.cluster.replica_range[0]
+        if shards < replicas:
+            raise ConfigError(
+                f"{replicas} replicas, and the prompts fill {shards} shard{'s' * (shards != 1)}: "
+                "give more --samples, or less shards.target_bytes"
+            )
         done = run.extract_missing(dataset, measured=True)
     run.finish(dataset, done)
     return done

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +47,39 @@ def test_replicas_are_measured_together_and_nothing_is_left(tmp_path: Path) -> N
     assert stages["check"]["bytes"] >= 2 * tokens * 2 * 64 * 4
     assert 0 < stages["after the engine"]["seconds"] < report["seconds"]
     assert {path.name for path in tmp_path.iterdir()} == {"run.yaml"}
+
+
+_SLOW_START = """
+import asyncio
+import rayhs.fake
+
+begin = rayhs.fake.FakeEngine.start
+
+async def slowly(self):
+    await asyncio.sleep(15)
+    await begin(self)
+
+rayhs.fake.FakeEngine.start = slowly
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_replicas_whose_engines_start_slowly_all_get_some_of_few_shards(tmp_path: Path, shards: int) -> None:
+    """Ray ends an actor without work, and the others would wait for it for ever."""
+    (tmp_path / "sitecustomize.py").write_text(_SLOW_START)
+    path = run_file(tmp_path, "fake/4x64", cluster={"address": "local", "replicas": 2}, shards={"target_bytes": 2**14})
+    command = [sys.executable, "-m", "rayhs", "bench", str(path), "--samples", str(shards), "--lengths", "30"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [*command, "--json"], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    if shards == 1:
+        assert done.returncode == 2 and "2 replicas, and the prompts fill 1 shard" in done.stderr.splitlines()[-1]
+    else:
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["samples"] == shards
 
 
 @pytest.mark.ray
@@ -148,7 +185,9 @@ def test_lengths() -> None:
         (0.9, {"step": (30.0, 0)}, "the connector: it took 30%"),
         (0.9, {"step": (30.0, 0), "after the engine": (7.0, 0)}, "the end of the run, 7% of it"),
         (0.9, {"step": (30.0, 0), "after the engine": (4.0, 0)}, "the connector: it took 30%"),
-        (None, {"after the engine": (4.0, 0)}, "the end of the run, 4% of it"),
+        (None, {"after the engine": (14.0, 0)}, "the end of the run, 14% of it"),
+        (None, {"after the engine": (4.0, 0)}, "vLLM: no stage behind it was waited for; 4% of the run were its end"),
+        (0.5, {"after the engine": (20.0, 0)}, "vLLM: no stage behind it was waited for; 20% of the run were its end"),
         (0.96, {"after the engine": (0.9, 0)}, "vLLM: no stage"),
         (0.9, {"step": (3.0, 0)}, "vLLM: no stage behind it was waited for"),
         (None, {}, "vLLM: no stage behind it was waited for"),

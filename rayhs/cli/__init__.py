@@ -154,7 +154,7 @@ def bench(
         from rayhs.cli.progress import RunProgress
 
         if any(name != "stock" for name in peer or ()):
-            raise ConfigError(f"--peer {peer}: the only other connector that can be measured is stock")
+            raise ConfigError(f"--peer {' '.join(peer or ())}: the only other connector that can be measured is stock")
         if own_prompts and (samples or lengths):
             raise ConfigError("--own-prompts takes all prompts of the run file; leave --samples and --lengths out")
         workload = None if own_prompts else Workload(samples or 512, *(parse_lengths(lengths) if lengths else ()))
