@@ -238,6 +238,8 @@ def test_file_groups_of_specforge() -> None:
         ("specforge", {}, "takes 3 layers below the last"),
         ("automodel", {"layers": [1, 2]}, "takes 3 layers below the last"),
         ("specforge", {"layers": LAYERS, "draft_vocab_size": 10**6}, "is over the model's 512"),
+        ("speculators", {"draft_vocab_size": 10**6}, "is over the model's 512"),
+        ("automodel", {"layers": LAYERS, "draft_vocab_size": 10**6}, "is over the model's 512"),
         ("automodel", {"layers": [1, 2, 9]}, "9 is not one of"),
         ("deepspec", {"layers": [6]}, "6 is not one of"),
         ("deepspec", {"shard_bytes": 0}, "shard_bytes: Input should be greater than 0"),

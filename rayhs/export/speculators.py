@@ -47,11 +47,12 @@ class Options(ExportOptions):
 def export(dataset: Dataset, target: Target, options: Options) -> dict[str, Any]:
     last = last_layer(dataset, "speculators")
     layers = (*auxiliary_layers(dataset, options.layers), last)
+    size = options.draft_vocab_size
+    vocabulary = TargetModel(dataset.info, options.model).vocab_size_over(size) if size else 0
     counts = _write_table(dataset, target)
     target.put("token_freq.pt", torch_bytes(counts))
-    if options.draft_vocab_size:
-        size = options.draft_vocab_size
-        draft, targets = draft_maps(counts, size, TargetModel(dataset.info, options.model).vocab_size_over(size))
+    if size:
+        draft, targets = draft_maps(counts, size, vocabulary)
         target.put(f"d2t-{size}.npy", npy_bytes(draft))
         target.put(f"t2d-{size}.npy", npy_bytes(targets))
 
