@@ -1,12 +1,13 @@
 """Speed on the shapes of Qwen3 with dummy weights: states into a folder in memory. Needs a GPU, no network.
 
-    python tests/benchmarks/gpu.py OUT [CASE...] [--tests] [--set KEY=VALUE]
+    python tests/benchmarks/gpu.py OUT [CASE...] [--tests] [--beside] [--set KEY=VALUE]
     python tests/benchmarks/gpu.py --table OUT/report.json
 
 Cases are the keys of CASES; without any, those that fit the GPUs there are. Those of one GPU run side by side, each
 on a GPU and on its share of the cores, before those of more. ``--tests`` runs tests/test_gpu.py first, spread alike.
-A case is `rayhs bench`, through Ray; those named ``turns-`` are gpu_turns.py: ours, plain vLLM and its example
-connector in turns, three rounds.
+A case is `rayhs bench`, through Ray: ours once, or with ``--beside`` three times, then plain vLLM and its example
+connector, three rounds each. Those named ``turns-`` are gpu_turns.py: the three in turns, three rounds; those named
+``floor-`` have what lies between plain prefill and ours instead of the example connector.
 
 OUT/report.json has the machine, the versions, the date, what the tests said and every case. It is written anew after
 each case, and keeps what an earlier call found on such a machine. A case's own output is OUT/<case>.log. ``--table``
@@ -102,6 +103,7 @@ CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "turns-8b": ("qwen3-8b", [], ["--samples", "900"]),
     "turns-0.6b-tp2": ("qwen3-0.6b", [TP2, *GRAPHS], ["--samples", "6000"]),
     "turns-8b-tp2": ("qwen3-8b", [TP2], ["--samples", "1450"]),
+    "floor-8b-tp2": ("qwen3-8b", [TP2], ["--samples", "700"]),
     "0.6b": ("qwen3-0.6b", [], ["--samples", "3000", *MIXED]),
     "8b": ("qwen3-8b", [], ["--samples", "600", *MIXED]),
     "0.6b-fp8": ("qwen3-0.6b", [FP8], ["--samples", "3000", *MIXED]),
@@ -116,7 +118,7 @@ CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "8b-tp2": ("qwen3-8b", [TP2], ["--samples", "1200", *MIXED]),
     "wide-tp2": ("wide", [TP2], ["--samples", "400", *MIXED]),
 }
-_TURNS = "turns-"
+_IN_TURNS = {"turns-": ("rayhs", "plain", "stock"), "floor-": ("rayhs", "plain", "v1", "cached")}
 
 
 def run_file(folder: Path, shape: str) -> Path:
@@ -173,15 +175,27 @@ def spread(tasks: Sequence[tuple[int, Callable[[Lane], T]]], count: int) -> list
     return found + [task(Lane(range(gpus), count)) for gpus, task in tasks if gpus > 1]
 
 
-def measure(lane: Lane, folder: Path, out: Path, case: str, extra: list[str]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class How:
+    """What all cases are run with."""
+
+    extra: list[str]
+    beside: bool
+
+
+def command_of(case: str, run: str, how: How) -> list[str]:
+    _, changes, arguments = CASES[case]
+    options = [*arguments, *(word for change in [*changes, *how.extra] for word in ("--set", change))]
+    for name, kinds in _IN_TURNS.items():
+        if case.startswith(name):
+            return ["tests/benchmarks/gpu_turns.py", run, *kinds, *options]
+    beside = ["--rounds", "3", "--peer", "stock"] if how.beside else ["--no-plain"]
+    return ["-m", "rayhs", "bench", run, *options, *beside, "--json"]
+
+
+def measure(lane: Lane, folder: Path, out: Path, case: str, how: How) -> dict[str, Any]:
     """What the case's command reports, or ``error``; and ``command_s``, the seconds it took with all engine starts."""
-    shape, changes, arguments = CASES[case]
-    run = str(run_file(folder, shape))
-    options = [word for change in [*changes, *extra] for word in ("--set", change)]
-    if case.startswith(_TURNS):
-        command = ["tests/benchmarks/gpu_turns.py", run, "rayhs", "plain", "stock", *arguments, *options]
-    else:
-        command = ["-m", "rayhs", "bench", run, *arguments, *options, "--no-plain", "--json"]
+    command = command_of(case, str(run_file(folder, CASES[case][0])), how)
     started, log = time.monotonic(), out / f"{case}.log"
     code, printed = lane.run([sys.executable, *command], log)
     with log.open("a") as file:
@@ -189,7 +203,7 @@ def measure(lane: Lane, folder: Path, out: Path, case: str, extra: list[str]) ->
     took = {"date": time.strftime("%Y-%m-%d"), "command_s": round(time.monotonic() - started, 1)}
     if code != 0:
         return {**took, "error": f"exit code {code}: {log.read_text()[-2000:]}"}
-    return {**took, **json.loads(printed.strip().splitlines()[-1] if case.startswith(_TURNS) else printed)}
+    return {**took, **json.loads(printed.strip().splitlines()[-1] if case.startswith(tuple(_IN_TURNS)) else printed)}
 
 
 def run_tests(out: Path, count: int) -> dict[str, str]:
@@ -261,6 +275,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change every case's run file")
+    parser.add_argument("--beside", action="store_true")
     parser.add_argument("--tests", action="store_true")
     parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
@@ -277,7 +292,7 @@ def main() -> None:
     if chosen.tests:
         report["tests"] = run_tests(out, count)
     cases = chosen.cases or [case for case in CASES if gpus_of(case) <= count]
-    run_cases(report, cases, chosen.set, out)
+    run_cases(report, cases, How(chosen.set, chosen.beside), out)
     print(table(report))
 
 
@@ -293,11 +308,11 @@ def begun(out: Path) -> dict[str, Any]:
     return report
 
 
-def run_cases(report: dict[str, Any], cases: Sequence[str], extra: list[str], out: Path) -> None:
+def run_cases(report: dict[str, Any], cases: Sequence[str], how: How, out: Path) -> None:
     folder, lock = Path(tempfile.mkdtemp()), threading.Lock()
 
     def one(case: str, lane: Lane) -> None:
-        got = measure(lane, folder, out, case, extra)
+        got = measure(lane, folder, out, case, how)
         with lock:
             report["cases"][case] = got
             relate(report["cases"])
