@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, SupportsIndex, overload
 
@@ -27,20 +27,20 @@ __all__ = ["Dataset", "Sample", "open_dataset"]
 def open_dataset(
     uri: str,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Collection[int] | None = None,
     storage: StorageConfig | None = None,
     partial: bool = False,
 ) -> Dataset:
     """Open the dataset at ``uri``: a local path, ``file://`` or ``s3://``.
 
     Args:
-        layers: read these layers only (each is a byte range of its own); default all stored ones.
+        layers: read these layers only (each is a byte range of its own), ascending; default all stored ones.
         storage: S3 endpoint, region and profile that are not in the usual AWS variables and files.
         partial: open an unfinished dataset too and show what is committed so far.
 
     Raises:
         IncompleteDataset: its run has not finished and ``partial`` is not set.
-        ConfigError: a layer that is not stored, or an address of an unknown kind.
+        ConfigError: a layer that is not stored, layers out of order, or an address of an unknown kind.
         ObjectNotFound, StoreError, FormatError: no dataset, no access, or a damaged one.
 
     Example:
@@ -79,7 +79,7 @@ class Dataset(Views):
     """
 
     def __init__(
-        self, store: Store, record: DatasetRecord, summary: Summary | None, layers: Sequence[int] | None = None
+        self, store: Store, record: DatasetRecord, summary: Summary | None, layers: Collection[int] | None = None
     ) -> None:
         super().__init__(store, record, summary)
         self.layers = _chosen_layers(record, layers)
@@ -208,6 +208,9 @@ class Dataset(Views):
         """Good samples in order, read ahead by a few; see `samples`."""
         return self.samples()
 
+    def __reversed__(self) -> Iterator[Sample]:
+        return self.samples(range(len(self))[::-1])
+
     def samples(self, positions: Iterable[int] | None = None, *, prefetch: int = 8) -> Iterator[Sample]:
         """Good samples at ``positions`` (default all), in the order given; others are passed over.
 
@@ -227,8 +230,11 @@ class Dataset(Views):
         calls = (partial(self.read, int(position)) for position in wanted if self._is_good(position))
         return in_order(calls, prefetch, min(prefetch, 8))
 
-    def with_layers(self, layers: Sequence[int]) -> Dataset:
-        """The same dataset, reading only ``layers``; raises ConfigError for one that is not stored.
+    def with_layers(self, layers: Collection[int]) -> Dataset:
+        """The same dataset, reading only ``layers``.
+
+        Raises:
+            ConfigError: a layer that is not stored, none, or not in the order in which samples have them, ascending.
 
         Example:
             >>> list(ds.with_layers([15])[0].hidden_states)
@@ -248,13 +254,15 @@ class Dataset(Views):
             >>> sum(len(sample.token_ids) for sample in ds.tokens_only())
             114
         """
-        view = self.with_layers(self.layers)
+        view = self.with_layers(self.info.layers)
         view.layers = ()
         view._shards = ShardReader(self._store, self.info, ())
         return view
 
-    def _choose(self, layers: int | Sequence[int] | None) -> Dataset:
-        return self if layers is None else self.with_layers([layers] if isinstance(layers, int) else layers)
+    def _choose(self, layers: int | Collection[int] | None) -> Dataset:
+        return (
+            self if layers is None else self.with_layers([layers] if isinstance(layers, int | np.integer) else layers)
+        )
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "unfinished"
@@ -269,10 +277,13 @@ class Dataset(Views):
         return bool(self.good[position])
 
 
-def _chosen_layers(record: DatasetRecord, layers: Sequence[int] | None) -> tuple[int, ...]:
-    chosen = tuple(sorted(set(record.layers if layers is None else layers)))
-    unknown = [layer for layer in chosen if layer not in record.layers]
-    if unknown or not chosen:
-        wrong = f"layer {unknown[0]} is not stored" if unknown else "no layer chosen"
+def _chosen_layers(record: DatasetRecord, layers: Collection[int] | None) -> tuple[int, ...]:
+    given = list(record.layers if layers is None else layers)
+    unknown = [layer for layer in given if not isinstance(layer, int | np.integer) or layer not in record.layers]
+    if unknown or not given:
+        wrong = f"layer {unknown[0]!r} is not stored" if unknown else "no layer chosen"
         raise ConfigError(f"{wrong}; the dataset has layers {record.layers}")
+    chosen = tuple(sorted({int(layer) for layer in given}))
+    if not isinstance(layers, Set) and list(chosen) != given:
+        raise ConfigError(f"layers {given}: samples have them ascending, each once; give {list(chosen)}")
     return chosen

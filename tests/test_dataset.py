@@ -189,7 +189,7 @@ def test_one_layer_of_a_parquet_shard_is_one_read_of_its_column_chunks(tmp_path:
 
 
 def test_other_layers(built: Builder) -> None:
-    ds = open_dataset(str(built.folder), layers=[4, 0])
+    ds = open_dataset(str(built.folder), layers={4, 0})
     assert ds.layers == (0, 4) and list(ds[0].hidden_states) == [0, 4]
     one = ds.with_layers([2])
     assert list(one[0].hidden_states) == [2]

@@ -131,7 +131,7 @@ def rolled(samples: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
 
 
 def up(find: Callable[..., tuple[int, ...]]) -> Callable[..., tuple[int, ...]]:
-    return lambda *args: tuple(layer + 1 for layer in find(*args))
+    return lambda *args: tuple(layer + (layer < LAYERS[-1]) for layer in find(*args))
 
 
 def twice(norm: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,6 +242,7 @@ def test_file_groups_of_specforge() -> None:
         ("automodel", {"layers": LAYERS, "draft_vocab_size": 10**6}, "is over the model's 512"),
         ("automodel", {"layers": [1, 2, 9]}, "9 is not one of"),
         ("deepspec", {"layers": [6]}, "6 is not one of"),
+        ("deepspec", {"layers": [3, 1]}, "exports have them ascending, each once; give \\[1, 3\\]"),
         ("deepspec", {"shard_bytes": 0}, "shard_bytes: Input should be greater than 0"),
         ("specforge", {"method": "eagle"}, "method"),
         ("automodel", {"topk": 5}, "did you mean 'top_k'"),

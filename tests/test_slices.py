@@ -33,6 +33,7 @@ def test_a_slice_has_the_positions_of_a_list(built: Builder, ds: Dataset) -> Non
     assert [sample.index for sample in ds[2:10]] == [i for i in range(2, 10) if i in good]
     assert [sample.index for sample in ds[::-1]] == good[::-1]
     assert [sample.index for sample in reversed(ds[:])] == good[::-1]
+    assert [sample.index for sample in reversed(ds)] == good[::-1]
     assert len(ds[2:10]) == 8 and len(ds[99:]) == 0 and list(ds[99:]) == []
     assert ds[2:10][1].index == 3 and ds[-3:][-1].index == SIZE - 1
     assert "2:10" in repr(ds[2:10]) or "range(2, 10)" in repr(ds[2:10])
@@ -52,6 +53,17 @@ def test_any_slice_of_a_slice_is_that_of_a_range(ds: Dataset, first: slice, seco
             got[at]
     elif want[at] not in (REJECTED, FAILED):
         assert got[at].index == want[at]
+
+
+def test_in_asks_for_an_id(ds: Dataset) -> None:
+    store = RecordingStore(ds.uri)
+    watched = Dataset(store, ds.info, ds.summary)
+    assert "row-3" in watched and "row-4" in watched and "row-99" not in watched and "" not in watched
+    assert "row-3" in watched[2:5] and "row-5" not in watched[2:5] and "row-99" not in watched[2:5]
+    assert not store.reads or not any(ds.index["shard"].to_pylist()[0] in str(read) for read in store.reads)
+    for some in (watched, watched[2:5]):
+        with pytest.raises(TypeError, match="a sample id is a str, not int"):
+            3 in some  # type: ignore[operator]  # noqa: B015
 
 
 def test_a_position_without_states_keeps_its_place(ds: Dataset) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -119,9 +121,32 @@ def test_a_state_of_another_order_is_refused(ds: Dataset) -> None:
     for other in ({"shuffle_buffer": 4}, {"shuffle_buffer": 3, "seed": 1}, {"shuffle_buffer": 3, "shard": (0, 2)}):
         with pytest.raises(ConfigError, match="the state is of a stream with"):
             ds.stream(**other).load_state_dict(state)  # type: ignore[arg-type]
-    for wrong in ({"shuffle_buffer": -1}, {"shard": (2, 2)}, {"shard": (-1, 2)}, {"seed": -1}, {"layers": [3]}):
+    for wrong in (
+        {"shuffle_buffer": -1}, {"shuffle_buffer": 1.5}, {"shard": (2, 2)}, {"shard": (-1, 2)}, {"shard": (0, 2.0)},
+        {"seed": -1}, {"layers": [3]},
+    ):  # fmt: skip
         with pytest.raises(ConfigError):
             ds.stream(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="epoch -1"):
+        ds.stream().set_epoch(-1)
+
+
+def test_a_state_of_other_samples_or_of_none_is_refused(tmp_path: Path, ds: Dataset) -> None:
+    groups = {"fewer": MANY[:2], "longer": (*MANY[:2], (7,)), "cut otherwise": ((7, 1), *MANY[1:])}
+    state = ds.stream(shuffle_buffer=3).state_dict()
+    for name, sizes in groups.items():
+        other = open_dataset(str(Builder(tmp_path / name, groups=sizes).write().folder))
+        with pytest.raises(ConfigError, match="the state is of a stream with"):
+            other.stream(shuffle_buffer=3).load_state_dict(state)
+    for wrong in (
+        {}, {"epoch": 0}, {**state, "done": -1}, {**state, "done": 999}, {**state, "done": "3"}, {**state, "epoch": -1},
+        {**state, "epoch": None}, {**state, "more": 1},
+    ):  # fmt: skip
+        stream = ds.stream(shuffle_buffer=3)
+        with pytest.raises(ConfigError, match="state"):
+            stream.load_state_dict(wrong)
+        assert stream.state_dict() == state
+    ds.with_layers([2]).stream(shuffle_buffer=3).load_state_dict(state)  # the same samples
 
 
 def test_samples_side_by_side_are_read_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +220,77 @@ def test_loader_workers_share_the_stream(tmp_path: Path, start: str | None) -> N
         view.set_epoch(1)
         second = seen(loader)
         assert sorted(second) == sorted(first) and second != first
+
+
+def loader_of(view: Any, **options: Any) -> Any:
+    torch = pytest.importorskip("torch")
+    workers = {"num_workers": 2, "multiprocessing_context": "fork"}
+    return torch.utils.data.DataLoader(view, batch_size=None, **workers, **options)
+
+
+def test_a_begun_stream_is_not_shared_by_workers(ds: Dataset) -> None:
+    """They would begin it again, whatever of it was done."""
+    view = ds.stream(shuffle_buffer=4).torch()
+    begun = [item["index"] for _, item in zip(range(10), view, strict=False)]
+    other = ds.stream(shuffle_buffer=4).torch()
+    other.load_state_dict(view.state_dict())
+    for one in (view, other):
+        with pytest.raises(ConfigError, match="10 samples of its epoch"):
+            list(loader_of(one))
+    with pytest.raises(ConfigError, match="1 samples of its epoch"):
+        next(iter(stream := ds.stream()))
+        stream.split(0, 2)
+    assert len(begun) == 10
+
+
+def test_the_main_process_does_not_know_where_workers_are(ds: Dataset) -> None:
+    view = ds.stream(shuffle_buffer=4).torch()
+    items = iter(loader_of(view))
+    next(items)
+    with pytest.raises(ConfigError, match="StatefulDataLoader"):
+        view.state_dict()
+    del items
+    next(iter(view))
+    assert view.state_dict()["done"] == 1
+
+
+def test_workers_that_stay_begin_every_epoch_whole(built: Builder, ds: Dataset) -> None:
+    """Also where the loader left one early, whose prefetched rest nobody gets, and from the epoch that is set."""
+    everything = sorted(row.index for row in built.good())
+    view = ds.stream(shuffle_buffer=4).torch()
+    loader = loader_of(view, persistent_workers=True)
+    epochs = [[item["index"] for item in loader] for _ in range(2)]
+    assert [item["index"] for _, item in zip(range(5), loader, strict=False)] not in (epochs[0][:5], epochs[1][:5])
+    epochs.append([item["index"] for item in loader])
+    assert [sorted(epoch) for epoch in epochs] == [everything] * 3
+    assert len(set(map(tuple, epochs))) == 3
+    view.set_epoch(1)
+    assert [item["index"] for item in loader] == epochs[1]
+    view.set_epoch(0)
+    assert [item["index"] for item in loader] == epochs[0]
+    assert [item["index"] for item in loader] == epochs[1]
+
+
+@pytest.mark.parametrize("stop", [0, 1, 5, 9])
+def test_the_loader_of_torchdata_goes_on(ds: Dataset, stop: int) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def made() -> Any:
+        view = ds.stream(shuffle_buffer=4).torch()
+        options = {"num_workers": 2, "multiprocessing_context": "fork", "collate_fn": rayhs.pad_collate}
+        return StatefulDataLoader(view, batch_size=2, **options)
+
+    whole, going = seen(made()), made()
+    begun = [index for _, batch in zip(range(stop), going, strict=False) for index in batch["index"]]
+    again = made()
+    again.load_state_dict(going.state_dict())
+    assert begun + seen(again) == whole
+
+
+def test_an_unfinished_stream_is_silent_at_the_interpreters_end(built: Builder) -> None:
+    script = f"import rayhs; items = iter(rayhs.open({str(built.folder)!r}).stream()); print(next(items).index)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_items_of_a_stream(ds: Dataset) -> None:

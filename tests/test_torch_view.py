@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rayhs
@@ -54,10 +55,46 @@ def test_items_are_the_good_samples_in_order(built: Builder, ds: Dataset) -> Non
 def test_one_layer_and_a_list_of_layers(ds: Dataset) -> None:
     whole = ds.torch()[1]["hidden_states"]
     assert torch.equal(ds.torch(layers=2)[1]["hidden_states"], whole[:, 1])
-    assert torch.equal(ds.torch(layers=[4, 0])[1]["hidden_states"], whole[:, [0, 2]])
+    assert torch.equal(ds.torch(layers=[0, 4])[1]["hidden_states"], whole[:, [0, 2]])
+    assert torch.equal(ds.torch(layers={4, 0})[1]["hidden_states"], whole[:, [0, 2]])
+    assert torch.equal(ds.torch(layers=np.int64(2))[1]["hidden_states"], whole[:, 1])
+    assert torch.equal(ds.torch(layers=np.array([0, 4]))[1]["hidden_states"], whole[:, [0, 2]])
     assert torch.equal(ds.torch(layers=[2])[1]["hidden_states"], whole[:, [1]])
     with pytest.raises(ConfigError, match="layer 3 is not stored"):
         ds.torch(layers=3)
+    with pytest.raises(ConfigError, match="layer '2' is not stored"):
+        ds.torch(layers="2")  # type: ignore[arg-type]
+
+
+def test_layers_out_of_order_are_refused(ds: Dataset) -> None:
+    """They come ascending, and nobody who stacks them would see that they were swapped."""
+    for wrong in ([4, 0], (0, 4, 0), np.array([2, 0])):
+        for ask in (ds.with_layers, ds.torch, ds.stream, ds.arrow):
+            with pytest.raises(ConfigError, match=r"samples have them ascending, each once; give \[0"):
+                ask(wrong)
+        with pytest.raises(ConfigError, match="ascending"):
+            open_dataset(ds.uri, layers=wrong)
+
+
+def test_what_is_no_item_is_refused(ds: Dataset) -> None:
+    view = ds.torch()
+    assert view[np.int64(1)]["index"] == view[torch.tensor(1)]["index"] == 1
+    for wrong in (slice(1, 3), 1.0, "1"):
+        with pytest.raises(TypeError, match="an item is a whole number"):
+            view[wrong]  # type: ignore[index]
+    for window in (2.5, 0, -1, "3"):
+        with pytest.raises(ConfigError, match="window"):
+            ds.torch(window=window)  # type: ignore[arg-type]
+
+
+def test_views_without_layers(ds: Dataset) -> None:
+    bare = ds.tokens_only()
+    assert [sample.index for sample in bare.tokens_only().stream()] == [sample.index for sample in ds]
+    for ask in (bare.torch, bare.stream().torch):
+        with pytest.raises(ConfigError, match="no layer is read"):
+            ask()
+    with pytest.raises(KeyError, match="no layer was read"):
+        bare[0].torch()
 
 
 @pytest.mark.parametrize("window", [1, 3, 4, 1000])

@@ -23,13 +23,15 @@ def auxiliary_layers(dataset: Dataset, wanted: Sequence[int] | None) -> tuple[in
     """The layers below the last that are exported: ``wanted``, or all of the dataset, ascending.
 
     Raises:
-        ConfigError: one that is not stored, the last one, or none.
+        ConfigError: one that is not stored, the last one, none, or ``wanted`` in another order.
     """
     last = dataset.info.num_layers
     stored = [layer for layer in dataset.layers if layer != last]
     chosen = tuple(sorted(set(stored if wanted is None else wanted)))
     if unknown := [layer for layer in chosen if layer not in stored]:
         raise ConfigError(f"layers: {unknown[0]} is not one of {stored}, the layers stored below the last ({last})")
+    if wanted is not None and list(chosen) != list(wanted):
+        raise ConfigError(f"layers {list(wanted)}: exports have them ascending, each once; give {list(chosen)}")
     if not chosen:
         raise ConfigError(f"no layer below the last is stored; extract with layers: [eagle3, {last}]")
     return chosen

@@ -26,4 +26,6 @@ def in_order(calls: Iterable[Callable[[], T]], ahead: int, threads: int) -> Gene
         while pending:
             yield pending.popleft().result()
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for future in pending:
+            future.cancel()  # not shutdown's cancel_futures: it fails where the interpreter is ending
+        pool.shutdown()

@@ -76,6 +76,13 @@ class Indexed:
             raise KeyError(f"no sample {sample_id!r} in {self.uri}")
         return position
 
+    def __contains__(self, sample_id: object) -> bool:
+        """Whether there is a sample of that id, with states or without; raises TypeError for what is no text."""
+        try:
+            return self.position_of(sample_id) >= 0  # type: ignore[arg-type]  # refuses others
+        except KeyError:
+            return False
+
     @cached_property
     def _ids(self) -> IdLookup:
         return IdLookup(self.index_tables(ID_COLUMNS))

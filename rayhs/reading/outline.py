@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from xxhash import xxh3_64_hexdigest
 
 from rayhs.codec import Array
 from rayhs.layout import INDEX_SCHEMA
@@ -45,6 +47,12 @@ class Outline:
     good: Array
     num_tokens: Array
     shards: list[ShardRows]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of what the order of a stream depends on: which rows have states, of how many tokens, in which shards."""
+        bounds = np.array([(shard.first, shard.stop) for shard in self.shards], np.int64)
+        return xxh3_64_hexdigest(self.num_tokens.tobytes() + bounds.tobytes())
 
     def positions(self, shard: ShardRows) -> Array:
         """Of the good samples of a shard, ascending: int64 `[samples]`."""

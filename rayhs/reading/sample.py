@@ -90,7 +90,7 @@ class Sample:
         The tensor owns its memory.
 
         Raises:
-            KeyError: a layer that was not read.
+            KeyError: a layer that was not read, or none was.
 
         Example:
             >>> ds[17].torch(15).shape, ds[17].torch().shape
@@ -98,6 +98,8 @@ class Sample:
         """
         if layer is not None:
             states = self.hidden_states[layer].copy()
+        elif not self.hidden_states:
+            raise KeyError("no layer was read")
         else:
             states = np.stack(list(self.hidden_states.values()), axis=1)
         return as_tensor(states)

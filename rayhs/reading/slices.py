@@ -16,13 +16,15 @@ class Source(Protocol):
 
     def samples(self, positions: Iterable[int]) -> Iterator[Sample]: ...
 
+    def position_of(self, sample_id: str) -> int: ...
+
 
 class Slice:
     """Some positions of a dataset, as ``dataset[2:10]`` gives them; nothing is read until a sample is asked for.
 
     It behaves as the dataset does: its length counts positions, those without states included; ``[i]`` reads
     the sample at its ``i``-th position and raises SampleError where that has no states; iterating, in either
-    direction, yields the good samples, read ahead. A slice of a slice is a slice.
+    direction, yields the good samples, read ahead; ``in`` asks for an id. A slice of a slice is a slice.
 
     Attributes:
         positions: its positions in the dataset, a range.
@@ -61,6 +63,12 @@ class Slice:
 
     def __reversed__(self) -> Iterator[Sample]:
         return self._source.samples(self.positions[::-1])
+
+    def __contains__(self, sample_id: str) -> bool:
+        try:
+            return self._source.position_of(sample_id) in self.positions
+        except KeyError:
+            return False
 
     def __repr__(self) -> str:
         return f"Slice({self._source!r}, {self.positions})"

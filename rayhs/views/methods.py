@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from rayhs.reading.indexed import Indexed
@@ -25,13 +26,13 @@ class Views(Indexed, ABC):
     layers: tuple[int, ...]
 
     @abstractmethod
-    def with_layers(self, layers: Sequence[int]) -> Dataset: ...
+    def with_layers(self, layers: Collection[int]) -> Dataset: ...
 
     @abstractmethod
-    def _choose(self, layers: int | Sequence[int] | None) -> Dataset: ...
+    def _choose(self, layers: int | Collection[int] | None) -> Dataset: ...
 
     def torch(
-        self, layers: int | Sequence[int] | None = None, *, window: int | None = None, select: Select = "all"
+        self, layers: int | Collection[int] | None = None, *, window: int | None = None, select: Select = "all"
     ) -> TorchView:
         """The good samples as a map-style `torch.utils.data.Dataset`, for a DataLoader; needs torch.
 
@@ -41,14 +42,14 @@ class Views(Indexed, ABC):
         batch them with ``collate_fn=rayhs.pad_collate``.
 
         Args:
-            layers: which to read; default those of this dataset.
+            layers: which to read, ascending as items have them; default those of this dataset.
             window: cut samples into items of so many tokens, the last of a sample shorter. Only their bytes are
                 read (of a Parquet shard, those of the whole sample).
             select: ``loss`` keeps the tokens that the loss counts, possibly none of an item; ``last`` reads the
                 last token of each sample.
 
         Raises:
-            ConfigError: a layer that is not stored, or other arguments out of range.
+            ConfigError: a layer that is not stored, layers out of order, or other arguments out of range.
 
         Example:
             >>> ds.torch(layers=15)[0]["hidden_states"].shape
@@ -59,13 +60,12 @@ class Views(Indexed, ABC):
         """
         from rayhs.views.torch import TorchView
 
-        single = layers if isinstance(layers, int) else None
-        wanted = self._choose(layers)
-        return TorchView(wanted, single, window, select)
+        single = int(layers) if isinstance(layers, int | np.integer) else None
+        return TorchView(self._choose(layers), single, window, select)
 
     def stream(
         self,
-        layers: int | Sequence[int] | None = None,
+        layers: int | Collection[int] | None = None,
         *,
         shuffle_buffer: int = 0,
         seed: int = 0,
@@ -77,14 +77,14 @@ class Views(Indexed, ABC):
         is that of ``shuffle_buffer`` samples, of four reads of 16 MiB and of some ten bytes a sample of the dataset.
 
         Args:
-            layers: which to read; default those of this dataset.
+            layers: which to read, ascending; default those of this dataset.
             shuffle_buffer: shuffle the shards, and the samples of so many that wait in memory. 0: storage order.
             seed: of the shuffled order, which is another in every epoch.
             shard: ``(rank, world)``: this is one of ``world`` streams, which share the shards between them. Their
                 lengths differ where the shards do.
 
         Raises:
-            ConfigError: a layer that is not stored, or other arguments out of range.
+            ConfigError: a layer that is not stored, layers out of order, or other arguments out of range.
 
         Example:
             >>> stream = ds.stream(layers=15, shuffle_buffer=4, shard=(0, 2))
@@ -97,7 +97,7 @@ class Views(Indexed, ABC):
 
     def arrow(
         self,
-        layers: int | Sequence[int] | None = None,
+        layers: int | Collection[int] | None = None,
         *,
         states: bool = True,
         columns: Sequence[str] | None = None,
@@ -118,7 +118,7 @@ class Views(Indexed, ABC):
         drop columns of a reader, as DuckDB does, drop them after the read: choose here what is read.
 
         Args:
-            layers: which to read; default those of this dataset.
+            layers: which to read, ascending; default those of this dataset.
             states: False reads none.
             columns: which of the others; default all. Where only columns of the index are left, no shard is read.
             dtype: of the states: ``stored``; ``float32``, which holds every stored dtype exactly, for SQL on
@@ -141,7 +141,7 @@ class Views(Indexed, ABC):
 
     def ray(
         self,
-        layers: int | Sequence[int] | None = None,
+        layers: int | Collection[int] | None = None,
         *,
         states: bool = True,
         columns: Sequence[str] | None = None,
@@ -158,7 +158,7 @@ class Views(Indexed, ABC):
         columns of the index alone. Workers find the store's credentials where they run.
 
         Args:
-            layers: which to read; default those of this dataset.
+            layers: which to read, ascending; default those of this dataset.
             states: False reads none.
             columns: which of the others; default all.
             dtype: of the states: ``float32``; ``float16``, where states beyond 65504 become infinite; ``stored``,

@@ -26,6 +26,11 @@ _READS = 4  # at once, ahead of the sample in use
 class Readable(Protocol):
     """What is read: a `rayhs.Dataset` of the layers wanted."""
 
+    layers: tuple[int, ...]
+
+    @property
+    def uri(self) -> str: ...
+
     @property
     def outline(self) -> Outline: ...
 
@@ -50,11 +55,24 @@ class Stream:
 
     def __init__(self, dataset: Readable, shuffle_buffer: int, seed: int, part: tuple[int, int]) -> None:
         rank, world = part
-        if shuffle_buffer < 0 or seed < 0 or not 0 <= rank < world:
-            raise ConfigError(f"{shuffle_buffer=}, {seed=}, shard={part}: give 0 or more, and rank < world")
+        whole = all(isinstance(number, int | np.integer) for number in (shuffle_buffer, seed, rank, world))
+        if not whole or shuffle_buffer < 0 or seed < 0 or not 0 <= rank < world:
+            raise ConfigError(
+                f"{shuffle_buffer=}, {seed=}, shard={part}: give whole numbers from 0 on, and rank < world"
+            )
         self._dataset, self._shuffle_buffer, self._seed, self._part = dataset, shuffle_buffer, seed, part
         self._epoch = 0
         self._done = 0
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Of which samples have states.
+
+        Example:
+            >>> ds.stream(layers=15).layers
+            (15,)
+        """
+        return self._dataset.layers
 
     def __len__(self) -> int:
         """Samples of an epoch in this part."""
@@ -63,10 +81,18 @@ class Stream:
     def split(self, part: int, parts: int) -> Stream:
         """One of ``parts`` streams that share this one's samples, of the same epoch, from its beginning on.
 
+        Raises:
+            ConfigError: this one has begun its epoch: what it has done can't be told apart any more.
+
         Example:
             >>> [len(ds.stream().split(part, 2)) for part in range(2)]
             [14, 8]
         """
+        if self._done:
+            raise ConfigError(
+                f"{self._dataset.uri}: the stream has done {self._done} samples of its epoch, and workers or parts "
+                "would do them again: begin one with set_epoch(), or load states of workers by a StatefulDataLoader"
+            )
         rank, world = self._part
         stream = Stream(self._dataset, self._shuffle_buffer, self._seed, (rank * parts + part, world * parts))
         stream._epoch = self._epoch
@@ -97,32 +123,42 @@ class Stream:
             >>> stream.state_dict()["epoch"]
             3
         """
+        if epoch < 0:
+            raise ConfigError(f"epoch {epoch}: give 0 or more")
         self._epoch, self._done = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is: `load_state_dict` of one made alike goes on with the next sample.
+        """Where the stream is: `load_state_dict` of one made alike goes on with the next sample; plain JSON.
 
         Example:
             >>> stream = ds.stream(shuffle_buffer=4)
             >>> begun = [sample.index for _, sample in zip(range(3), stream)]
-            >>> stream.state_dict()
-            {'epoch': 0, 'done': 3, 'order': {'shuffle_buffer': 4, 'seed': 0, 'shard': [0, 1]}}
+            >>> state = stream.state_dict()
+            >>> state["epoch"], state["done"], sorted(state["order"])
+            (0, 3, ['samples', 'seed', 'shard', 'shuffle_buffer'])
         """
         return {"epoch": self._epoch, "done": self._done, "order": self._made()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken; raises ConfigError for that of a stream of another order.
+        """Go on where the state was taken.
+
+        Raises:
+            ConfigError: it is of a stream of another order or of other samples, or none of a stream.
 
         Example:
-            >>> state = {"epoch": 0, "done": 15, "order": {"shuffle_buffer": 0, "seed": 0, "shard": [0, 1]}}
             >>> stream = ds.stream()
-            >>> stream.load_state_dict(state)
+            >>> stream.load_state_dict({**stream.state_dict(), "done": 15})
             >>> [sample.index for sample in stream]
             [17, 18, 19, 20, 21, 22, 23]
         """
+        if state.keys() != {"epoch", "done", "order"}:
+            raise ConfigError(f"no state of a stream: {', '.join(map(str, state)) or 'empty'}")
         if state["order"] != self._made():
             raise ConfigError(f"the state is of a stream with {state['order']}, this one has {self._made()}")
-        self._epoch, self._done = int(state["epoch"]), int(state["done"])
+        epoch, done = state["epoch"], state["done"]
+        if not (isinstance(epoch, int) and isinstance(done, int) and epoch >= 0 and 0 <= done <= len(self)):
+            raise ConfigError(f"the state has {epoch=}, {done=}; an epoch of this stream has {len(self)} samples")
+        self._epoch, self._done = epoch, done
 
     def __iter__(self) -> Iterator[Sample]:
         outline, order = self._dataset.outline, self._order()
@@ -142,7 +178,10 @@ class Stream:
         self.set_epoch(self._epoch + 1)
 
     def _made(self) -> dict[str, Any]:
-        return {"shuffle_buffer": self._shuffle_buffer, "seed": self._seed, "shard": list(self._part)}
+        samples = self._dataset.outline.fingerprint
+        return {
+            "samples": samples, "shuffle_buffer": self._shuffle_buffer, "seed": self._seed, "shard": list(self._part)
+        }  # fmt: skip
 
     def _shards(self) -> list[ShardRows]:
         """Those of this part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
@@ -23,6 +24,8 @@ _READERS = 8
 
 class Readable(Protocol):
     """What is read: a `rayhs.Dataset` of the layers wanted."""
+
+    layers: tuple[int, ...]
 
     @property
     def index(self) -> pa.Table: ...
@@ -46,9 +49,9 @@ class TorchView(torch.utils.data.Dataset[Item]):
     """
 
     def __init__(self, dataset: Readable, layer: int | None, window: int | None, select: Select) -> None:
-        _refuse(select)
-        if window is not None and (window < 1 or select == "last"):
-            raise ConfigError("window: give at least 1 token, and no window with select='last'")
+        _refuse(select, dataset.layers)
+        if window is not None and (not isinstance(window, int | np.integer) or window < 1 or select == "last"):
+            raise ConfigError(f"window={window!r}: give a whole number of tokens, and no window with select='last'")
         self._dataset, self._layer, self._window, self._select = dataset, layer, window, select
         self._positions = np.flatnonzero(dataset.good)
         self._tokens = dataset.index["num_tokens"].to_numpy()[self._positions]
@@ -62,9 +65,15 @@ class TorchView(torch.utils.data.Dataset[Item]):
         """The item; see `rayhs.Dataset.torch`.
 
         Raises:
+            TypeError: not a whole number.
             IndexError: no such item.
             FormatError, StoreError: its shard is damaged or can't be read.
         """
+        try:
+            item = operator.index(item)
+        except TypeError:
+            wrong = type(item).__name__
+            raise TypeError(f"an item is a whole number, not {wrong}; __getitems__ reads several") from None
         if not -len(self) <= item < len(self):
             raise IndexError(f"item {item} of {len(self)}")
         position, start, stop = self._place(item % len(self))
@@ -92,7 +101,9 @@ class TorchStream(torch.utils.data.IterableDataset[Item]):
     """A `rayhs.views.stream.Stream` for a DataLoader; the state is that of the process that iterates.
 
     Each worker has a part of its own, so that every sample comes once. Workers that are started anew for each
-    iteration begin with this object's epoch: call `set_epoch`, or keep them (``persistent_workers=True``).
+    iteration begin with this object's epoch: call `set_epoch`, or keep them (``persistent_workers=True``): those go
+    on to the next epoch, also where the loader left one early, and follow `set_epoch`. A loader asks workers for more
+    than it hands out, so their states are of use to torchdata's StatefulDataLoader alone, which takes and loads them.
 
     Example:
         >>> items = ds.stream(shuffle_buffer=4).torch(15)
@@ -102,16 +113,35 @@ class TorchStream(torch.utils.data.IterableDataset[Item]):
     """
 
     def __init__(self, stream: Stream, layer: int | None, select: Select) -> None:
-        _refuse(select)
+        _refuse(select, stream.layers)
         self._stream, self._layer, self._select = stream, layer, select
-        self._split = False
+        self._split, self._left = False, False
+        # Seen by workers, however they were started: how often an epoch was set, which, and whether workers iterate.
+        self._shared = torch.zeros(3, dtype=torch.int64).share_memory_()
+        self._followed = 0
 
     def __iter__(self) -> Iterator[Item]:
-        for sample in self._own():
+        own = self._own()
+        if self._split:
+            self._begin_in_worker(own)
+        else:
+            self._shared[2] = 0
+        for sample in own:
             yield _as_item(sample, self._layer, self._select, 0)
+        self._left = False
+
+    def _begin_in_worker(self, own: Stream) -> None:
+        """The epoch that was set meanwhile; or the next, where the last was left: the loader threw its rest away."""
+        set_times, epoch, _ = self._shared.tolist()
+        if set_times != self._followed:
+            own.set_epoch(epoch)
+        elif self._left:
+            own.set_epoch(own.state_dict()["epoch"] + 1)
+        self._followed, self._left = set_times, True
+        self._shared[2] = 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch next, here and in workers started from now on.
+        """Begin this epoch with the next iteration, here and in workers.
 
         Example:
             >>> items = ds.stream(shuffle_buffer=4).torch()
@@ -120,15 +150,26 @@ class TorchStream(torch.utils.data.IterableDataset[Item]):
             1
         """
         self._stream.set_epoch(epoch)
+        self._shared[1] = epoch
+        self._shared[0] += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """As `rayhs.views.stream.Stream.state_dict`.
+        """As `rayhs.views.stream.Stream.state_dict`, of the process that iterates.
+
+        Raises:
+            ConfigError: workers iterate, and this is not one of them.
 
         Example:
-            >>> ds.stream().torch().state_dict()
-            {'epoch': 0, 'done': 0, 'order': {'shuffle_buffer': 0, 'seed': 0, 'shard': [0, 1]}}
+            >>> state = ds.stream().torch().state_dict()
+            >>> state["epoch"], state["done"]
+            (0, 0)
         """
-        return self._stream.state_dict()
+        if self._shared[2] and not self._in_worker():
+            raise ConfigError(
+                "workers iterate this stream, and where they are is not known here: "
+                "use torchdata's StatefulDataLoader and its state_dict(), or num_workers=0"
+            )
+        return self._own().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before iterating; raises ConfigError for the state of another order or number of workers.
@@ -140,15 +181,22 @@ class TorchStream(torch.utils.data.IterableDataset[Item]):
             [17, 18, 19, 20, 21, 22, 23]
         """
         self._own().load_state_dict(state)
+        self._left = False
+
+    def _in_worker(self) -> bool:
+        return torch.utils.data.get_worker_info() is not None
 
     def _own(self) -> Stream:
         worker = torch.utils.data.get_worker_info()
         if worker is not None and not self._split:
             self._stream, self._split = self._stream.split(worker.id, worker.num_workers), True
+            self._followed = int(self._shared[0])
         return self._stream
 
 
-def _refuse(select: str) -> None:
+def _refuse(select: str, layers: tuple[int, ...]) -> None:
+    if not layers:
+        raise ConfigError("no layer is read of this dataset: items have hidden states; choose layers")
     if select not in ("all", "loss", "last"):
         raise ConfigError(f"select={select!r} is not all, loss or last")
 
