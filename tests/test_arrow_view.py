@@ -83,7 +83,7 @@ def test_what_is_asked_for(built: Builder) -> None:
     ds = open_dataset(str(built.folder), layers=[0, 2])
     states = ["hidden_states.0", "hidden_states.2"]
     assert ds.arrow().schema.names[-2:] == states
-    assert ds.arrow([4, 0], columns=["sample_id"]).schema.names == ["sample_id", "hidden_states.0", "hidden_states.4"]
+    assert ds.arrow({4, 0}, columns=["sample_id"]).schema.names == ["sample_id", "hidden_states.0", "hidden_states.4"]
     assert ds.arrow(columns=["loss_mask", "index"]).schema.names == ["index", "loss_mask", *states]
     plain = ds.arrow(states=False)
     assert plain.schema.names == [*layout.INDEX_SCHEMA.names, "columns", "token_ids", "loss_mask"]
