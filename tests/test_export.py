@@ -228,7 +228,7 @@ def test_the_embeddings_are_a_hook_before_the_first_layer(built: Builder, tmp_pa
 def test_chosen_layers(built: Builder, tmp_path: Path) -> None:
     from datasets import load_from_disk
 
-    export(built, "huggingface", tmp_path / "hf", layers=[4, 0])
+    export(built, "huggingface", tmp_path / "hf", layers=[0, 4])
     rows = load_from_disk(str(tmp_path / "hf"))
     assert [name for name in rows.column_names if "states" in name] == ["hidden_states.0", "hidden_states.4"]
     assert all(np.array_equal(rows[i]["hidden_states.4"], states_of(row, 4)) for i, row in enumerate(built.good()))

@@ -271,20 +271,28 @@ def test_workers_that_stay_begin_every_epoch_whole(built: Builder, ds: Dataset) 
     assert [item["index"] for item in loader] == epochs[1]
 
 
-@pytest.mark.parametrize("stop", [0, 1, 5, 9])
-def test_the_loader_of_torchdata_goes_on(ds: Dataset, stop: int) -> None:
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("buffer", [0, 4])
+def test_the_loader_of_torchdata_goes_on(ds: Dataset, buffer: int, persistent: bool) -> None:
+    """From every batch, also where one worker is at its end, which has not begun another epoch."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     def made() -> Any:
-        view = ds.stream(shuffle_buffer=4).torch()
         options = {"num_workers": 2, "multiprocessing_context": "fork", "collate_fn": rayhs.pad_collate}
-        return StatefulDataLoader(view, batch_size=2, **options)
+        view = ds.stream(layers=2, shuffle_buffer=buffer).torch(2)
+        return StatefulDataLoader(view, batch_size=2, persistent_workers=persistent, **options)
 
-    whole, going = seen(made()), made()
-    begun = [index for _, batch in zip(range(stop), going, strict=False) for index in batch["index"]]
-    again = made()
-    again.load_state_dict(going.state_dict())
-    assert begun + seen(again) == whole
+    whole = [batch["index"] for batch in made()]
+    assert len(whole) > 10
+    for stop in range(len(whole) + 1):
+        going, again = made(), made()
+        begun = [batch["index"] for _, batch in zip(range(stop), going, strict=False)]
+        again.load_state_dict(going.state_dict())
+        assert begun + [batch["index"] for batch in again] == whole, stop
+        if persistent:
+            following = seen(again)
+            assert sorted(following) == sorted(index for batch in whole for index in batch)
+            assert buffer == 0 or following != [index for batch in whole for index in batch]
 
 
 def test_an_unfinished_stream_is_silent_at_the_interpreters_end(built: Builder) -> None:

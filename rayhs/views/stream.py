@@ -161,6 +161,17 @@ class Stream:
         self._epoch, self._done = epoch, done
 
     def __iter__(self) -> Iterator[Sample]:
+        yield from self.rest()
+        self.set_epoch(self._epoch + 1)
+
+    def rest(self) -> Iterator[Sample]:
+        """What is left of the epoch; unlike iterating it stays in that epoch at its end.
+
+        Example:
+            >>> stream = ds.stream()
+            >>> len(list(stream.rest())), len(list(stream.rest())), stream.state_dict()["done"]
+            (22, 0, 22)
+        """
         outline, order = self._dataset.outline, self._order()
         unread = outline.good.copy()
         unread[np.fromiter(islice(order, self._done), np.int64)] = False
@@ -175,7 +186,6 @@ class Stream:
                 yield held.pop(position)
         finally:
             reads.close()
-        self.set_epoch(self._epoch + 1)
 
     def _made(self) -> dict[str, Any]:
         samples = self._dataset.outline.fingerprint

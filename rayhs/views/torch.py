@@ -115,7 +115,7 @@ class TorchStream(torch.utils.data.IterableDataset[Item]):
     def __init__(self, stream: Stream, layer: int | None, select: Select) -> None:
         _refuse(select, stream.layers)
         self._stream, self._layer, self._select = stream, layer, select
-        self._split, self._left = False, False
+        self._split, self._begun = False, False
         # Seen by workers, however they were started: how often an epoch was set, which, and whether workers iterate.
         self._shared = torch.zeros(3, dtype=torch.int64).share_memory_()
         self._followed = 0
@@ -126,18 +126,18 @@ class TorchStream(torch.utils.data.IterableDataset[Item]):
             self._begin_in_worker(own)
         else:
             self._shared[2] = 0
-        for sample in own:
+        # A worker stays in its epoch at its end: those of others may still last, and a state says so.
+        for sample in own.rest() if self._split else own:
             yield _as_item(sample, self._layer, self._select, 0)
-        self._left = False
 
     def _begin_in_worker(self, own: Stream) -> None:
-        """The epoch that was set meanwhile; or the next, where the last was left: the loader threw its rest away."""
+        """The epoch that was set, or the one after the last, whose rest the loader threw away; or what was loaded."""
         set_times, epoch, _ = self._shared.tolist()
         if set_times != self._followed:
             own.set_epoch(epoch)
-        elif self._left:
+        elif self._begun:
             own.set_epoch(own.state_dict()["epoch"] + 1)
-        self._followed, self._left = set_times, True
+        self._followed, self._begun = set_times, True
         self._shared[2] = 1
 
     def set_epoch(self, epoch: int) -> None:
@@ -181,7 +181,7 @@ class TorchStream(torch.utils.data.IterableDataset[Item]):
             [17, 18, 19, 20, 21, 22, 23]
         """
         self._own().load_state_dict(state)
-        self._left = False
+        self._begun = False
 
     def _in_worker(self) -> bool:
         return torch.utils.data.get_worker_info() is not None
