@@ -260,9 +260,9 @@ class Dataset(Views):
         return view
 
     def _choose(self, layers: int | Collection[int] | None) -> Dataset:
-        return (
-            self if layers is None else self.with_layers([layers] if isinstance(layers, int | np.integer) else layers)
-        )
+        if layers is None:
+            return self
+        return self.with_layers([layers] if isinstance(layers, int | np.integer) else layers)
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "unfinished"

@@ -123,6 +123,26 @@ def test_another_export_into_the_same_place_is_refused(built: Builder, tmp_path:
     assert contents(out) == before
 
 
+def test_another_dataset_is_another_export(tmp_path: Path) -> None:
+    """Also one of the same prompts, model and stored dtype: its files would lie beside those of the first."""
+    made: dict[str, Any] = {"shard_format": "safetensors", "dtype": "float8_e4m3fn"}
+    first = rayhs.open(str(Builder(tmp_path / "first", **made).write().folder))
+    export_dataset(first, "vllm", str(tmp_path / "out"))
+    others = {"engine_dtype": {"engine_dtype": "float32"}, "include_generated": {"include_generated": 2}}
+    for name, change in others.items():
+        other = rayhs.open(str(Builder(tmp_path / name, **made, **change).write().folder))
+        with pytest.raises(IdentityMismatch, match=f"holds an export with {name}"):
+            export_dataset(other, "vllm", str(tmp_path / "out"))
+    fewer = Builder(tmp_path / "fewer", **made)
+    row = fewer.good()[0]
+    row.status, row.reason = "failed", "not finite: layer 2"
+    later = rayhs.open(str(tmp_path / "first"))
+    later.info = later.info.model_copy(update={"created": "2026-01-02T00:00:00Z"})
+    for other, what in ((rayhs.open(str(fewer.write().folder)), "samples"), (later, "dataset_created")):
+        with pytest.raises(IdentityMismatch, match=f"holds an export with {what}"):
+            export_dataset(other, "vllm", str(tmp_path / "out"))
+
+
 def test_a_folder_of_other_files_is_refused(built: Builder, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")

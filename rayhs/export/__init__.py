@@ -136,5 +136,9 @@ def _identity(dataset: Dataset, to: str, options: Mapping[str, Any], samples: in
         "plan": info.plan.fingerprint,
         "layers": list(dataset.layers),
         "dtype": info.dtype,
+        "engine_dtype": info.engine_dtype,
+        "include_generated": info.include_generated,
         "samples": samples,
+        "rows_fingerprint": dataset.outline.fingerprint,
+        "dataset_created": info.created,
     }
