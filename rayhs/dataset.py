@@ -278,6 +278,8 @@ class Dataset(Views):
 
 
 def _chosen_layers(record: DatasetRecord, layers: Collection[int] | None) -> tuple[int, ...]:
+    if layers is not None and not isinstance(layers, Iterable):
+        raise ConfigError(f"layers: {layers!r} is no list of layer ids; the dataset has layers {record.layers}")
     given = list(record.layers if layers is None else layers)
     unknown = [layer for layer in given if not isinstance(layer, int | np.integer) or layer not in record.layers]
     if unknown or not given:

@@ -22,7 +22,12 @@ _DFLASH_DRAFT_LAYERS = 5
 
 
 def resolve_layers(spec: LayerSpec, num_layers: int) -> tuple[int, ...]:
-    """Turn presets and ids into sorted, unique layer ids.
+    """Turn presets and ids into sorted, unique layer ids; see `layers_as_named`."""
+    return tuple(sorted(set(layers_as_named(spec, num_layers))))
+
+
+def layers_as_named(spec: LayerSpec, num_layers: int) -> tuple[int, ...]:
+    """Turn presets and ids into layer ids, in the order in which they are named, repeats included.
 
     Args:
         spec: a preset, an id, or a list mixing both; negative ids count from ``n`` (-1 is ``n``).
@@ -35,10 +40,7 @@ def resolve_layers(spec: LayerSpec, num_layers: int) -> tuple[int, ...]:
     items = [spec] if isinstance(spec, (str, int)) else list(spec)
     if not items:
         raise ConfigError("layers: the list is empty; name at least one layer id or a preset")
-    ids: set[int] = set()
-    for item in items:
-        ids.update(_resolve_one(item, num_layers))
-    return tuple(sorted(ids))
+    return tuple(layer for item in items for layer in _resolve_one(item, num_layers))
 
 
 def _resolve_one(item: str | int, n: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ import rayhs
 from rayhs.export import export_dataset
 from rayhs.fake import fake_states
 from rayhs.fp8 import dequantize
+from rayhs.errors import ConfigError
 from rayhs.importing import import_files
 from rayhs.layout import DATASET
 from rayhs.verify import verify
@@ -79,6 +80,18 @@ def test_what_was_exported_comes_back(tmp_path: Path, kind: str, dtype: str) -> 
         if kind == "speculators":
             assert sample.loss_mask.tolist() == row.loss_mask.tolist()
         assert all(sample.hidden_states[k].tobytes() == row.states[k].tobytes() for k in built.layers)
+
+
+def test_an_export_that_lost_its_ids_is_refused(tmp_path: Path) -> None:
+    """Its files alone would be samples in another order, with other ids."""
+    built = Builder(tmp_path / "data", model="fake/4x8").write()
+    export_dataset(rayhs.open(str(built.folder)), "vllm", str(tmp_path / "dump"))
+    ids = tmp_path / "dump" / "sample_ids.jsonl"
+    assert ids.is_file()
+    ids.unlink()
+    with pytest.raises(ConfigError, match="sample_ids.jsonl is gone"):
+        import_files(str(tmp_path / "dump"), str(tmp_path / "out"), "vllm")
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_of_the_packages_themselves(tmp_path: Path) -> None:

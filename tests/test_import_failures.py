@@ -216,6 +216,10 @@ def test_wrong_use_is_one_line(tmp_path: Path, kind: str) -> None:
     assert "states of 3 layers, --layers names 2 (3,4); name those in the files" in told(
         *source, *model, "--layers", "3,4"
     )
+    for layers_named in ("4,3,1", "1,1,3,4", "-1,1,3"):
+        assert "files have their layers ascending, each once; name them so, 1,3,4" in told(
+            *source, *model, "--layers", layers_named
+        )
     assert "layers: id 9 is outside 0..4" in told(*source, *model, "--layers", "1,3,9")
     assert "unknown preset 'some'" in told(*source, *model, "--layers", "some")
     assert "states of hidden size 8, fake/4x9 has 9" in told(*source, *layers, "--model", "fake/4x9")

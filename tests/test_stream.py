@@ -123,6 +123,7 @@ def test_a_state_of_another_order_is_refused(ds: Dataset) -> None:
             ds.stream(**other).load_state_dict(state)  # type: ignore[arg-type]
     for wrong in (
         {"shuffle_buffer": -1}, {"shuffle_buffer": 1.5}, {"shard": (2, 2)}, {"shard": (-1, 2)}, {"shard": (0, 2.0)},
+        {"shard": 0}, {"shard": None}, {"shard": (0,)}, {"layers": 2.0},
         {"seed": -1}, {"layers": [3]},
     ):  # fmt: skip
         with pytest.raises(ConfigError):
@@ -139,8 +140,8 @@ def test_a_state_of_other_samples_or_of_none_is_refused(tmp_path: Path, ds: Data
         with pytest.raises(ConfigError, match="the state is of a stream with"):
             other.stream(shuffle_buffer=3).load_state_dict(state)
     for wrong in (
-        {}, {"epoch": 0}, {**state, "done": -1}, {**state, "done": 999}, {**state, "done": "3"}, {**state, "epoch": -1},
-        {**state, "epoch": None}, {**state, "more": 1},
+        None, [], {}, {"epoch": 0}, {**state, "done": -1}, {**state, "done": 999}, {**state, "done": "3"},
+        {**state, "epoch": -1}, {**state, "epoch": None}, {**state, "more": 1},
     ):  # fmt: skip
         stream = ds.stream(shuffle_buffer=3)
         with pytest.raises(ConfigError, match="state"):

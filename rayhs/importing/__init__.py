@@ -23,7 +23,7 @@ from rayhs.importing.speculators import SpeculatorsDump
 from rayhs.importing.state_file import StateFile
 from rayhs.importing.vllm import VllmDump
 from rayhs.job import Job
-from rayhs.layers import resolve_layers
+from rayhs.layers import layers_as_named
 from rayhs.layout import DatasetRecord, Plan
 from rayhs.model import ModelInfo, describe_model
 from rayhs.plan import CutRule
@@ -60,7 +60,7 @@ class ImportRun(DatasetRun):
         engine = config.engine.model_copy(update={"dtype": header.dtype, "max_model_len": _ANY_CONTEXT})
         self._config = config.model_copy(update={"engine": engine})
         self._model: ModelInfo = describe_model(self._config)
-        self._layers = resolve_layers(config.layers, self._model.num_layers)
+        self._layers = _ascending(layers_as_named(config.layers, self._model.num_layers))
         _refuse_unlike(path, header, self._layers, self._model, known)
         dump.refuse_layers(self._layers, self._model.num_layers)
         identity = identity_of(self._config, self._model, self._layers)
@@ -189,6 +189,14 @@ def _config(
     if "://" not in target and Path(target).expanduser().resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"{output}: lies in {folder}, which is read; give a place outside of it")
     return config
+
+
+def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Raises ConfigError where they are named in another order: which of a file's states they are would be a guess."""
+    if layers != tuple(sorted(set(layers))):
+        named, right = (",".join(map(str, some)) for some in (layers, sorted(set(layers))))
+        raise ConfigError(f"--layers {named}: files have their layers ascending, each once; name them so, {right}")
+    return layers
 
 
 def _refuse_unlike(path: str, header: StateFile, layers: Sequence[int], model: ModelInfo, known: Manifest) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayhs.errors import ConfigError, FormatError
+from rayhs.export.rows import SAMPLE_IDS
 from rayhs.export.target import MANIFEST
 
 
@@ -22,7 +23,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path, kind: str) -> Manifest:
-    """Raises ConfigError: an export of another kind, or one that is not complete; FormatError: it is damaged."""
+    """Raises ConfigError: an export of another kind, not complete or without its ids; FormatError: it is damaged."""
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_bytes())
@@ -36,6 +37,10 @@ def read_manifest(folder: Path, kind: str) -> Manifest:
         raise ConfigError(f"{folder}: holds an export for {document.get('format')}, not {kind}; say so with --from")
     if document.get("complete") is not True:
         raise ConfigError(f"{folder}: an export that is not complete; run rayhs export again, then import")
+    if "sample_ids" in document and not (folder / SAMPLE_IDS).is_file():
+        raise ConfigError(
+            f"{folder}: {SAMPLE_IDS} is gone, and with it the ids of the samples; export again, then import"
+        )
     return _checked(path, document)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -54,6 +54,8 @@ class Stream:
     """
 
     def __init__(self, dataset: Readable, shuffle_buffer: int, seed: int, part: tuple[int, int]) -> None:
+        if not isinstance(part, Sequence) or len(part) != 2:
+            raise ConfigError(f"shard={part!r}: give (rank, world)")
         rank, world = part
         whole = all(isinstance(number, int | np.integer) for number in (shuffle_buffer, seed, rank, world))
         if not whole or shuffle_buffer < 0 or seed < 0 or not 0 <= rank < world:
@@ -151,8 +153,8 @@ class Stream:
             >>> [sample.index for sample in stream]
             [17, 18, 19, 20, 21, 22, 23]
         """
-        if state.keys() != {"epoch", "done", "order"}:
-            raise ConfigError(f"no state of a stream: {', '.join(map(str, state)) or 'empty'}")
+        if not isinstance(state, Mapping) or state.keys() != {"epoch", "done", "order"}:
+            raise ConfigError(f"no state of a stream: {state!r:.200}")
         if state["order"] != self._made():
             raise ConfigError(f"the state is of a stream with {state['order']}, this one has {self._made()}")
         epoch, done = state["epoch"], state["done"]
