@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rayhs
+from rayhs.errors import ConfigError
 from rayhs.export import export_dataset
 from rayhs.fake import fake_states
 from rayhs.fp8 import dequantize
-from rayhs.errors import ConfigError
 from rayhs.importing import import_files
 from rayhs.layout import DATASET
 from rayhs.verify import verify
