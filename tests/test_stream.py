@@ -56,6 +56,9 @@ def test_samples_come_as_they_are_read_one_by_one(built: Builder, ds: Dataset) -
         for layer in LAYERS:
             assert sample.hidden_states[layer].tobytes() == want.hidden_states[layer].tobytes()
     assert list(next(iter(ds.stream(layers=[2]))).hidden_states) == [2]
+    numbers = np.arange(5)
+    state = ds.stream(shuffle_buffer=numbers[3], seed=numbers[1], shard=(numbers[0], numbers[2])).state_dict()
+    ds.stream(shuffle_buffer=3, seed=1, shard=(0, 2)).load_state_dict(json.loads(json.dumps(state)))
 
 
 @settings(max_examples=30)

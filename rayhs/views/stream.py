@@ -62,7 +62,8 @@ class Stream:
             raise ConfigError(
                 f"{shuffle_buffer=}, {seed=}, shard={part}: give whole numbers from 0 on, and rank < world"
             )
-        self._dataset, self._shuffle_buffer, self._seed, self._part = dataset, shuffle_buffer, seed, part
+        self._dataset, self._shuffle_buffer, self._seed = dataset, int(shuffle_buffer), int(seed)
+        self._part = (int(rank), int(world))
         self._epoch = 0
         self._done = 0
 
