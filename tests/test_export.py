@@ -143,6 +143,14 @@ def test_another_dataset_is_another_export(tmp_path: Path) -> None:
             export_dataset(other, "vllm", str(tmp_path / "out"))
 
 
+def test_a_place_inside_the_dataset_is_refused(built: Builder) -> None:
+    before = contents(built.folder)
+    for place in (built.folder, built.folder / "export", built.folder / "shards" / ".." / "export"):
+        with pytest.raises(ConfigError, match="which is exported; give a place outside of it"):
+            export(built, "vllm", place)
+    assert contents(built.folder) == before
+
+
 def test_a_folder_of_other_files_is_refused(built: Builder, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")

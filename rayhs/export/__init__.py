@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from rayhs.config import StorageConfig
@@ -105,6 +106,9 @@ def export_dataset(
     samples = int(dataset.good.sum())
     if not samples:
         raise ConfigError(f"{dataset.uri}: no sample has states; nothing to export")
+    place = uri.removeprefix("file://")
+    if "://" not in place + dataset.uri and Path(place).expanduser().resolve().is_relative_to(dataset.uri):
+        raise ConfigError(f"{uri}: lies in {dataset.uri}, which is exported; give a place outside of it")
     # Where the model is now makes no other export: that it is the same model is checked.
     identity = _identity(dataset, to, chosen.model_dump(mode="json", exclude={"model"}), samples)
     target = open_target(uri, identity, on_progress, storage)
