@@ -12,6 +12,7 @@ import pyarrow as pa
 from rayhs.codec import token_bytes
 from rayhs.config import StorageConfig
 from rayhs.errors import ConfigError, IncompleteDataset, SampleError
+from rayhs.layers import refuse_disorder
 from rayhs.layout import DatasetRecord, Summary
 from rayhs.reading.ahead import in_order
 from rayhs.reading.catalog import committed_shards, read_dataset_record, read_summary
@@ -285,7 +286,6 @@ def _chosen_layers(record: DatasetRecord, layers: Collection[int] | None) -> tup
     if unknown or not given:
         wrong = f"layer {unknown[0]!r} is not stored" if unknown else "no layer chosen"
         raise ConfigError(f"{wrong}; the dataset has layers {record.layers}")
-    chosen = tuple(sorted({int(layer) for layer in given}))
-    if not isinstance(layers, Set) and list(chosen) != given:
-        raise ConfigError(f"layers {given}: samples have them ascending, each once; give {list(chosen)}")
-    return chosen
+    chosen = sorted(map(int, given)) if isinstance(layers, Set) else [int(layer) for layer in given]
+    refuse_disorder(chosen, "samples")
+    return tuple(chosen)

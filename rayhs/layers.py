@@ -26,6 +26,16 @@ def resolve_layers(spec: LayerSpec, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(set(layers_as_named(spec, num_layers))))
 
 
+def refuse_disorder(layers: Sequence[int], whose: str) -> None:
+    """Raises ConfigError where ``layers`` are not ascending, each once, as ``whose`` states always are.
+
+    Sorting them silently would hand out one layer's states for another's wherever they are told apart by their place.
+    """
+    right = sorted(set(layers))
+    if list(layers) != right:
+        raise ConfigError(f"layers {list(layers)}: {whose} have them ascending, each once; give {right}")
+
+
 def layers_as_named(spec: LayerSpec, num_layers: int) -> tuple[int, ...]:
     """Turn presets and ids into layer ids, in the order in which they are named, repeats included.
 

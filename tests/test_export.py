@@ -143,11 +143,15 @@ def test_another_dataset_is_another_export(tmp_path: Path) -> None:
             export_dataset(other, "vllm", str(tmp_path / "out"))
 
 
-def test_a_place_inside_the_dataset_is_refused(built: Builder) -> None:
+def test_a_place_inside_the_dataset_is_refused(built: Builder, tmp_path: Path) -> None:
     before = contents(built.folder)
-    for place in (built.folder, built.folder / "export", built.folder / "shards" / ".." / "export"):
-        with pytest.raises(ConfigError, match="which is exported; give a place outside of it"):
-            export(built, "vllm", place)
+    link = tmp_path / "link"
+    link.symlink_to(built.folder)
+    inside = built.folder / "export"
+    for place in (built.folder, inside, built.folder / "shards" / ".." / "export", link / "export", f"file://{inside}"):
+        for source in (built.folder, link):
+            with pytest.raises(ConfigError, match="which is exported; give a place outside of it"):
+                export_dataset(rayhs.open(str(source)), "vllm", str(place))
     assert contents(built.folder) == before
 
 

@@ -217,9 +217,7 @@ def test_wrong_use_is_one_line(tmp_path: Path, kind: str) -> None:
         *source, *model, "--layers", "3,4"
     )
     for layers_named in ("4,3,1", "1,1,3,4", "-1,1,3"):
-        assert "files have their layers ascending, each once; name them so, 1,3,4" in told(
-            *source, *model, "--layers", layers_named
-        )
+        assert "files have them ascending, each once; give [1, 3, 4]" in told(*source, *model, "--layers", layers_named)
     assert "layers: id 9 is outside 0..4" in told(*source, *model, "--layers", "1,3,9")
     assert "unknown preset 'some'" in told(*source, *model, "--layers", "some")
     assert "states of hidden size 8, fake/4x9 has 9" in told(*source, *layers, "--model", "fake/4x9")

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from rayhs.config import StorageConfig
@@ -18,6 +17,7 @@ from rayhs.dataset import Dataset
 from rayhs.errors import ConfigError
 from rayhs.export.options import About, parse_options
 from rayhs.export.target import OnProgress, open_target
+from rayhs.store import is_inside
 from rayhs.versions import installed_versions
 
 EXPORTERS = (
@@ -106,8 +106,7 @@ def export_dataset(
     samples = int(dataset.good.sum())
     if not samples:
         raise ConfigError(f"{dataset.uri}: no sample has states; nothing to export")
-    place = uri.removeprefix("file://")
-    if "://" not in place + dataset.uri and Path(place).expanduser().resolve().is_relative_to(dataset.uri):
+    if is_inside(uri, dataset.uri):
         raise ConfigError(f"{uri}: lies in {dataset.uri}, which is exported; give a place outside of it")
     # Where the model is now makes no other export: that it is the same model is checked.
     identity = _identity(dataset, to, chosen.model_dump(mode="json", exclude={"model"}), samples)

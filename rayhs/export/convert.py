@@ -10,6 +10,7 @@ import numpy as np
 
 from rayhs.codec import FP8, STATE_DTYPES, Array, TensorSpec, build_header
 from rayhs.errors import ConfigError
+from rayhs.layers import refuse_disorder
 from rayhs.reading.sample import Sample, as_tensor
 
 if TYPE_CHECKING:
@@ -27,13 +28,12 @@ def auxiliary_layers(dataset: Dataset, wanted: Sequence[int] | None) -> tuple[in
     """
     last = dataset.info.num_layers
     stored = [layer for layer in dataset.layers if layer != last]
-    chosen = tuple(sorted(set(stored if wanted is None else wanted)))
+    chosen = tuple(stored if wanted is None else wanted)
     if unknown := [layer for layer in chosen if layer not in stored]:
         raise ConfigError(f"layers: {unknown[0]} is not one of {stored}, the layers stored below the last ({last})")
-    if wanted is not None and list(chosen) != list(wanted):
-        raise ConfigError(f"layers {list(wanted)}: exports have them ascending, each once; give {list(chosen)}")
     if not chosen:
         raise ConfigError(f"no layer below the last is stored; extract with layers: [eagle3, {last}]")
+    refuse_disorder(chosen, "exports")
     return chosen
 
 

@@ -23,12 +23,12 @@ from rayhs.importing.speculators import SpeculatorsDump
 from rayhs.importing.state_file import StateFile
 from rayhs.importing.vllm import VllmDump
 from rayhs.job import Job
-from rayhs.layers import layers_as_named
+from rayhs.layers import layers_as_named, refuse_disorder
 from rayhs.layout import DatasetRecord, Plan
 from rayhs.model import ModelInfo, describe_model
 from rayhs.plan import CutRule
 from rayhs.reading.plan_reader import PlanReader
-from rayhs.store import Store, open_store
+from rayhs.store import Store, is_inside, open_store
 from rayhs.tally import Progress, Tally
 from rayhs.versions import installed_versions
 
@@ -60,7 +60,8 @@ class ImportRun(DatasetRun):
         engine = config.engine.model_copy(update={"dtype": header.dtype, "max_model_len": _ANY_CONTEXT})
         self._config = config.model_copy(update={"engine": engine})
         self._model: ModelInfo = describe_model(self._config)
-        self._layers = _ascending(layers_as_named(config.layers, self._model.num_layers))
+        self._layers = layers_as_named(config.layers, self._model.num_layers)
+        refuse_disorder(self._layers, "files")
         _refuse_unlike(path, header, self._layers, self._model, known)
         dump.refuse_layers(self._layers, self._model.num_layers)
         identity = identity_of(self._config, self._model, self._layers)
@@ -185,18 +186,9 @@ def _config(
     revision = {"revision": known.revision} if model == known.model and known.revision else {}
     document = {"model": model, "layers": list(layers), "output": output, **revision, **settings}
     config = parse_config({**document, "prompts": {"path": str(folder), "token_ids": "input_ids"}}, "import")
-    target = output.removeprefix("file://")
-    if "://" not in target and Path(target).expanduser().resolve().is_relative_to(folder.resolve()):
+    if is_inside(output, str(folder)):
         raise ConfigError(f"{output}: lies in {folder}, which is read; give a place outside of it")
     return config
-
-
-def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Raises ConfigError where they are named in another order: which of a file's states they are would be a guess."""
-    if layers != tuple(sorted(set(layers))):
-        named, right = (",".join(map(str, some)) for some in (layers, sorted(set(layers))))
-        raise ConfigError(f"--layers {named}: files have their layers ascending, each once; name them so, {right}")
-    return layers
 
 
 def _refuse_unlike(path: str, header: StateFile, layers: Sequence[int], model: ModelInfo, known: Manifest) -> None:

@@ -6,6 +6,8 @@ last writer of a name wins.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rayhs.config import StorageConfig
 from rayhs.errors import ConfigError
 from rayhs.store.base import Chunk, Entry, Ranges, Store, Unfinished
@@ -37,3 +39,11 @@ def open_store(uri: str, storage: StorageConfig = _DEFAULTS) -> Store:
 
         return LocalFolderStore(uri)
     raise ConfigError(f"{scheme}://: no such kind of store; give a local path, file:///path or s3://bucket/prefix")
+
+
+def is_inside(uri: str, folder: str) -> bool:
+    """Whether ``uri`` is a place in a local ``folder``, or the folder itself; links are followed."""
+    if any(place.lower().startswith("s3://") for place in (uri, folder)):
+        return False
+    inner, outer = (Path(open_store(place).uri).resolve() for place in (uri, folder))
+    return inner.is_relative_to(outer)

@@ -164,12 +164,13 @@ class TorchStream(torch.utils.data.IterableDataset[Item]):
             >>> state["epoch"], state["done"]
             (0, 0)
         """
-        if self._shared[2] and not self._in_worker():
+        own = self._own()
+        if self._shared[2] and not self._split:
             raise ConfigError(
                 "workers iterate this stream, and where they are is not known here: "
                 "use torchdata's StatefulDataLoader and its state_dict(), or num_workers=0"
             )
-        return self._own().state_dict()
+        return own.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before iterating; raises ConfigError for the state of another order or number of workers.
@@ -182,9 +183,6 @@ class TorchStream(torch.utils.data.IterableDataset[Item]):
         """
         self._own().load_state_dict(state)
         self._begun = False
-
-    def _in_worker(self) -> bool:
-        return torch.utils.data.get_worker_info() is not None
 
     def _own(self) -> Stream:
         worker = torch.utils.data.get_worker_info()
