@@ -15,10 +15,12 @@ from typing import Any
 from rayhs.config import RunConfig
 from rayhs.errors import ConfigError, RayhsError, one_line
 from rayhs.log import logger
+from rayhs.ray_threads import end_ray_data
 
 _RAY_STARTS = 3
 STOP_WITHIN_S = 20.0
 FREE_WITHIN_S = 5.0
+END_WITHIN_S = 15.0
 
 
 class StopSignal:
@@ -111,7 +113,15 @@ def cluster(config: RunConfig) -> Iterator[Callable[[], None]]:
         yield join
     finally:
         if not joined_before and _is_joined():
-            sys.modules["ray"].shutdown()
+            _leave()
+
+
+def _leave() -> None:
+    if not end_ray_data(END_WITHIN_S):
+        logger.warning("Ray Data did not end within %.0f s; this process stays joined to Ray", END_WITHIN_S)
+        return
+    with _own_sigterm():
+        sys.modules["ray"].shutdown()
 
 
 def _is_joined() -> bool:
@@ -130,7 +140,7 @@ def _quiet() -> None:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep the caller's handling of SIGTERM, which ray.init replaces by an exit without a word."""
+    """Keep the caller's handling of SIGTERM, which ray.init and ray.shutdown replace by an exit without a word."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -23,6 +23,7 @@ from rayhs.layers import resolve_layers
 from rayhs.layout import DatasetRecord, Plan, ShardId
 from rayhs.model import ModelInfo, describe_model
 from rayhs.plan import input_fingerprint
+from rayhs.ray_threads import iterated_apart
 from rayhs.samples import make_plan
 from rayhs.store import Store, open_store
 from rayhs.tally import Progress, Tally
@@ -206,7 +207,8 @@ class _Run(DatasetRun):
         self.on_progress(Progress("starting", 0, replicas.replicas[1], message=f"{len(missing)} shards to extract"))
         try:
             with graceful_stop() as stop:
-                for row in extract_shards(job, missing, replicas, stop).iter_rows():
+                receipts = extract_shards(job, missing, replicas, stop).iter_rows()
+                for row in iterated_apart(receipts, to_the_end=True):  # which graceful_stop brings about
                     done.add(Receipt(**row))
                     if done.fatal:
                         raise RayhsError(done.fatal)

@@ -22,6 +22,7 @@ from rayhs.plan import Receipt, assemble, input_fingerprint
 from rayhs.prompts.ids import Table, find_duplicates, hash_ids, merge_duplicates, partitions_for
 from rayhs.prompts.inputs import InputFile, discover
 from rayhs.prompts.readers import PYTHON_LABEL, Block, FileScan, file_blocks, python_blocks, scan_file
+from rayhs.ray_threads import iterated_apart
 from rayhs.store import Store
 from rayhs.tokenise import Job, make_job, tokenise_block
 
@@ -183,7 +184,7 @@ def _tokenise(blocks: Sequence[Block], job_ref: Any, duplicates_ref: Any, worker
         dataset = ray.data.from_items(items, override_num_blocks=min(len(items), 4 * _MAX_TASKS)).map_batches(
             tokenise, batch_size=1, batch_format="pyarrow", compute=TaskPoolStrategy(workers), max_retries=_TASK_RETRIES
         )
-    for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+    for batch in iterated_apart(dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)):
         yield from _receipts(batch)
 
 

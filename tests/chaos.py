@@ -245,7 +245,8 @@ class Seed:
             begun = (self._folder / f"run-{self.outcome.runs}.log").stat().st_size > 0
             expected = code in (EXIT_INTERRUPTED, EXIT_OK) or (code == -signal.SIGTERM and not begun)
             if kind == "term" and not expected and not self._node_was_lost:
-                self.outcome.findings.append(f"exit code {code} after SIGTERM")
+                last = (self._folder / f"run-{self.outcome.runs}.log").read_text().strip().splitlines()[-2:]
+                self.outcome.findings.append(f"exit code {code} after SIGTERM; its last words: {' / '.join(last)}")
         self._kills.pop(0)
         self.outcome.kills[kind] = self.outcome.kills.get(kind, 0) + 1
 

@@ -7,6 +7,7 @@ reading needs neither Ray, vLLM nor torch.
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +45,11 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the ``rayhs`` command."""
-    app(prog_name="rayhs")
+    try:
+        app(prog_name="rayhs")
+    finally:
+        # All is said and done; Ray's end takes a moment, and must not turn the exit code into another.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _version(wanted: bool) -> None:
