@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rayhs.cli.terminable import terminable
 from rayhs.ray_threads import iterated_apart
 
 RUN = """
@@ -72,6 +74,25 @@ def test_a_sigterm_ends_all(tmp_path: Path, phase: str, later: float, slow: bool
     assert done.stdout.splitlines() == ["interrupted", "False False []"], done.stderr[-2000:]
     assert done.returncode == 130
     assert "not all replicas stopped" not in done.stderr
+
+
+@pytest.mark.parametrize("order", [signal.SIGTERM, signal.SIGINT])
+def test_an_order_that_python_drops_is_heard_at_the_next_progress(
+    order: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Leaves:
+        def __del__(self) -> None:
+            signal.raise_signal(order)
+
+    before = signal.getsignal(order)
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: told.append(dropped.exc_type))
+    told: list[object] = []
+    with pytest.raises(KeyboardInterrupt), terminable(told.append) as progress:
+        progress("begun")
+        Leaves()
+        progress("gone on")
+    assert told == ["begun", KeyboardInterrupt]
+    assert signal.getsignal(order) is before
 
 
 def test_a_sigterm_after_the_last_word_does_not_change_the_exit_code() -> None:

@@ -89,7 +89,7 @@ def extract(
     with results_apart() as out:
         from rayhs.cli.progress import RunProgress
 
-        with RunProgress() as progress, terminable():
+        with RunProgress() as shown, terminable(shown) as progress:
             from rayhs.pipeline import run_extract
 
             result = run_extract(config, progress, repair)
@@ -112,7 +112,7 @@ def plan(run: RunFile, override: Override = None, into: Into = None, json: Json 
     with results_apart() as out:
         from rayhs.cli.progress import RunProgress
 
-        with RunProgress() as progress, terminable():
+        with RunProgress() as shown, terminable(shown) as progress:
             from rayhs.pipeline import run_plan
 
             result = run_plan(config, progress)
@@ -163,7 +163,7 @@ def bench(
         if own_prompts and (samples or lengths):
             raise ConfigError("--own-prompts takes all prompts of the run file; leave --samples and --lengths out")
         workload = None if own_prompts else Workload(samples or 512, *(parse_lengths(lengths) if lengths else ()))
-        with RunProgress() as progress, terminable():
+        with RunProgress() as shown, terminable(shown) as progress:
             report = run_bench(config, workload, progress, rounds=rounds, plain=plain, stock=bool(peer))
         if json:
             print_json(report.to_dict(), out)
@@ -183,7 +183,7 @@ def demo(
     from rayhs.store import open_store
 
     with results_apart() as out:
-        with RunProgress() as progress, terminable():
+        with RunProgress() as shown, terminable(shown) as progress:
             from rayhs.demo import run_demo
 
             result = run_demo(output, documents, progress)
@@ -192,8 +192,8 @@ def demo(
         model = report.show(store)["identity"]["model"]
         from rayhs.verify import verify as run_verify
 
-        with VerifyProgress() as shown:
-            checked = run_verify(store, reference=model, on_progress=shown)
+        with VerifyProgress() as checking:
+            checked = run_verify(store, reference=model, on_progress=checking)
         print_verify(checked, out)
         print_show(report.show(store), out)
     raise typer.Exit(result.exit_code or checked.exit_code)

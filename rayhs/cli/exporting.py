@@ -56,7 +56,7 @@ def run_export(
         raise ConfigError("write rayhs export URI --to NAME OUT; rayhs export --list explains the names")
     dataset = open_dataset(uri, storage=storage)
     options = parse_settings(settings)
-    with _Progress() as progress, terminable():
+    with _Progress() as shown, terminable(shown) as progress:
         report = export_dataset(dataset, to, output, options=options, storage=storage, on_progress=progress)
     if json:
         print_json(report.to_dict())

@@ -30,7 +30,7 @@ def run_import(
     for setting in settings:
         apply_override(document, setting)
     named = None if layers is None else [_layer(part) for part in layers.split(",") if part.strip()]
-    with RunProgress() as progress, terminable():
+    with RunProgress() as shown, terminable(shown) as progress:
         result, notes = import_files(
             folder,
             output,
