@@ -6,6 +6,7 @@ ever. And a thread of Ray Data that outlives `ray.shutdown` joins Ray anew, or e
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -56,11 +57,13 @@ def _hand_on(
 def end_ray_data(within: float) -> bool:
     """End every execution of Ray Data in this process; whether all its threads ended in so many seconds."""
     from ray.data._internal.execution.streaming_executor import StreamingExecutor
+    from ray.exceptions import RayError
 
     deadline = time.monotonic() + within
     for thread in threading.enumerate():
         if isinstance(thread, StreamingExecutor):
-            thread.shutdown(force=False)
+            with contextlib.suppress(RayError):  # of a cluster that is gone
+                thread.shutdown(force=False)
     for thread in threading.enumerate():
         if thread.name.startswith(_NAMES):
             thread.join(max(0.0, deadline - time.monotonic()))
