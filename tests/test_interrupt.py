@@ -21,7 +21,7 @@ from rayhs.pipeline import run_extract
 
 phase, later, slow, folder = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "True", sys.argv[4]
 signal.signal(signal.SIGTERM, signal.default_int_handler)
-rows = [{"ids": [i, i + 1, i + 2]} for i in range(80)]
+rows = [{"ids": [i, i + 1, i + 2]} for i in range(16 if phase == "indexing" else 80)]
 config = parse_config({
     "model": "fake/4x8", "prompts": {"rows": rows, "token_ids": "ids"}, "output": folder + "/out", "layers": [2, 4],
     "shards": {"target_bytes": 2000, "rows_per_file": 4}, "cluster": {"address": "local"},
