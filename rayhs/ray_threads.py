@@ -10,14 +10,14 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
 _NAMES = ("StreamingExecutor", "iter_threaded", "rayhs-rows")
 
 
-def iterated_apart(rows: Iterable[T], to_the_end: bool = False) -> Iterator[T]:
+def iterated_apart(rows: Iterable[T], to_the_end: bool = False) -> Generator[T, None, None]:
     """The same rows, iterated in a thread; an interruption meets the caller's thread only, where it waits for them.
 
     Args:

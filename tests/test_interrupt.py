@@ -133,7 +133,7 @@ def test_an_iteration_that_is_left_ends() -> None:
 
     handed = iterated_apart(rows())
     assert next(handed) == 1
-    handed.close()  # type: ignore[attr-defined]
+    handed.close()
     assert not closed.is_set()
     go_on.set()
     assert closed.wait(30)
