@@ -36,6 +36,9 @@ pytestmark = [
 ]
 
 LONG = 4096
+# Several groups of these tests share a GPU (tests/benchmarks/gpu.py). Without the second, vLLM measures what is left of
+# it, and fails when another engine ends meanwhile.
+SHARE: dict[str, Any] = {"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 4 * 2**30}
 # In float32 a stock run gave 0.0017 against transformers, and on these weights ours 0.0020: TF32's error.
 FLOAT32 = 3e-3
 WRONG = 0.3  # a wrong layer or token is off by 1 or more
@@ -82,7 +85,7 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[Runnin
     dtype, eager, ranks = request.param
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    vllm = {"enforce_eager": eager, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.2}
+    vllm = {"enforce_eager": eager, "max_num_batched_tokens": 512, **SHARE}
     # Eager vLLM overwrites layer 0 on a GPU; that is refused.
     layers = LAYERS[1:] if eager else LAYERS
     running = RunningEngine(model, layers, dtype=dtype, max_model_len=LONG, tensor_parallel_size=ranks, vllm=vllm)
@@ -113,15 +116,15 @@ def test_many_at_once(engine: tuple[RunningEngine, Judge]) -> None:
 
 def test_layer_0_without_torch_compile_is_refused(model: Path) -> None:
     with pytest.raises(EngineError, match="layer 0"):
-        RunningEngine(model, vllm={"enforce_eager": True})
+        RunningEngine(model, vllm={"enforce_eager": True, **SHARE})
     with pytest.raises(EngineError, match="did not start"):
-        RunningEngine(model, vllm={"enforce_eager": False, "compilation_config": {"mode": 0}})
+        RunningEngine(model, vllm={"enforce_eager": False, "compilation_config": {"mode": 0}, **SHARE})
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_the_bits_of_the_example_connector(model: Path, tmp_path: Path, cache: str) -> None:
     """One prompt at a time, so that both engines do the same arithmetic: ours adds no error to vLLM's own."""
-    vllm = {"enforce_eager": True, "gpu_memory_utilization": 0.2, "max_num_seqs": 8, "kv_cache_dtype": cache}
+    vllm = {"enforce_eager": True, "max_num_seqs": 8, "kv_cache_dtype": cache, **SHARE}
     engine = {"dtype": "bfloat16", "max_model_len": LONG, "vllm": vllm}
     prompts, layers = random_prompts([1, 16, 333, 2000], seed=3), LAYERS[1:]
     running = RunningEngine(model, layers, **engine)
@@ -171,7 +174,7 @@ def test_smollm2_with_its_real_weights(cache: str) -> None:
     rows = [json.loads(line)["text"] for line in texts.read_text().splitlines()[:4]]
     prompts = [tokenizer(text)["input_ids"][:1000] for text in rows]
     exact, own = (Oracle(folder, dtype, "cuda") for dtype in ("float32", "bfloat16"))
-    vllm = {"max_num_batched_tokens": 512, "gpu_memory_utilization": 0.2, "kv_cache_dtype": cache}
+    vllm = {"max_num_batched_tokens": 512, "kv_cache_dtype": cache, **SHARE}
     running = RunningEngine(folder, range(1, 31), dtype="bfloat16", max_model_len=LONG, vllm=vllm)
     results = running.extract(prompts)
     running.stop()
@@ -271,8 +274,7 @@ def test_the_whole_run(model: Path, tmp_path: Path) -> None:
         "prompts": {"rows": [{"ids": p} for p in prompts], "token_ids": "ids"},
         "layers": ["eagle3"],
         "output": str(tmp_path / "out"),
-        "engine": {"dtype": "bfloat16", "max_model_len": 2048}
-        | {"vllm": {"enforce_eager": True, "gpu_memory_utilization": 0.2}},
+        "engine": {"dtype": "bfloat16", "max_model_len": 2048} | {"vllm": {"enforce_eager": True, **SHARE}},
         "shards": {"target_bytes": 2**24},
         "cluster": {"address": "local"},
     }
@@ -296,8 +298,7 @@ def test_speculators_trains_on_the_states_of_smollm2(tmp_path: Path) -> None:
         "prompts": {"path": str(texts), "text": "text", "id": "id", "too_long": "truncate"},
         "layers": ["eagle3", "last"],
         "output": str(tmp_path / "out"),
-        "engine": {"dtype": "bfloat16", "max_model_len": 2048}
-        | {"vllm": {"enforce_eager": True, "gpu_memory_utilization": 0.2}},
+        "engine": {"dtype": "bfloat16", "max_model_len": 2048} | {"vllm": {"enforce_eager": True, **SHARE}},
         "cluster": {"address": "local"},
     }
     result = rayhs.extract(**settings)

@@ -3,8 +3,9 @@
     python tests/benchmarks/gpu.py OUT [CASE...] [--tests] [--beside] [--set KEY=VALUE]
     python tests/benchmarks/gpu.py --table OUT/report.json
 
-Cases are the keys of CASES; without any, those that fit the GPUs there are. Those of one GPU run side by side, each
-on a GPU and on its share of the cores, before those of more. ``--tests`` runs tests/test_gpu.py first, spread alike.
+Cases are the keys of CASES; without any, those through Ray that fit the GPUs there are: with ``--tests`` that takes
+one H200 less than ten minutes. Those of one GPU run side by side, each on a GPU and on its share of the cores, before
+those of more. ``--tests`` runs tests/test_gpu.py first, in groups of which several share a GPU.
 A case is `rayhs bench`, through Ray: ours once, or with ``--beside`` three times, then plain vLLM and its example
 connector, three rounds each. Those named ``turns-`` are gpu_turns.py: the three in turns, three rounds; those named
 ``floor-`` have what lies between plain prefill and ours instead of the example connector.
@@ -84,11 +85,12 @@ SHAPES["wide"] = {
 }
 _RELATED = {
     "over_one_replica": {"0.6b-x2": "0.6b", "8b-x2": "8b"},
-    "over_bfloat16": {"0.6b-fp8": "0.6b", "8b-fp8": "8b"},
+    "over_bfloat16": {"0.6b-fp8": "0.6b"},
 }
-_SOME, _OTHERS, _TWO = "float32 or eager or graphs or layer_0", "copies or copy or bits or smollm2", "ranks"
-# What `pytest -k` is given, and how many GPUs they need; whatever is named in none of these is in the third.
-TESTS = ((_SOME, 1), (_OTHERS, 1), (f"not ({_SOME} or {_OTHERS} or {_TWO})", 1), (_TWO, 2))
+_GROUPS, _TWO = ("float32 or eager", "graphs or layer_0", "bits or smollm2"), "ranks"
+# What `pytest -k` is given, and how many GPUs they need; whatever is named in none of the others is in the fourth.
+TESTS = (*((name, 1) for name in _GROUPS), (f"not ({' or '.join([*_GROUPS, _TWO])})", 1), (_TWO, 2))
+_TESTS_A_GPU = 4  # they take little of it, and wait for engines to start most of the time
 MIXED = ["--lengths", "512:3584"]
 TP2 = "engine.tensor_parallel_size=2"
 # What a step takes when there is enough to do: so all its kernels but attention's are one launch a layer.
@@ -107,9 +109,8 @@ CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "0.6b": ("qwen3-0.6b", [], ["--samples", "3000", *MIXED]),
     "8b": ("qwen3-8b", [], ["--samples", "600", *MIXED]),
     "0.6b-fp8": ("qwen3-0.6b", [FP8], ["--samples", "3000", *MIXED]),
-    "8b-fp8": ("qwen3-8b", [FP8], ["--samples", "600", *MIXED]),
     "short": ("qwen3-0.6b", [], ["--samples", "20000", "--lengths", "32"]),
-    "long": ("qwen3-0.6b", ["engine.max_model_len=100352"], ["--samples", "20", "--lengths", "100000"]),
+    "long": ("qwen3-0.6b", ["engine.max_model_len=100352"], ["--samples", "10", "--lengths", "100000"]),
     # Layer 0 needs torch.compile on a GPU.
     "all-layers": ("qwen3-0.6b", [f"layers={list(range(1, 29))}"], ["--samples", "600", *MIXED]),
     "0.6b-x2": ("qwen3-0.6b", ["cluster.replicas=2"], ["--samples", "4000", *MIXED]),
@@ -157,11 +158,14 @@ class Lane:
         return done.returncode, done.stdout
 
 
-def spread(tasks: Sequence[tuple[int, Callable[[Lane], T]]], count: int) -> list[T]:
-    """The results of tasks, each with the GPUs it needs: those of one side by side, then the others in turn."""
+def spread(tasks: Sequence[tuple[int, Callable[[Lane], T]]], count: int, sharing: int = 1) -> list[T]:
+    """The results of tasks, each with the GPUs it needs: those of one side by side, then the others in turn.
+
+    ``sharing`` of those of one GPU are on it at a time, and on the same cores.
+    """
     free: SimpleQueue[Lane] = SimpleQueue()
-    for gpu in range(count):
-        free.put(Lane(range(gpu, gpu + 1), count))
+    for i in range(count * sharing):
+        free.put(Lane(range(i % count, i % count + 1), count))
 
     def on_one(task: Callable[[Lane], T]) -> T:
         lane = free.get()
@@ -170,7 +174,7 @@ def spread(tasks: Sequence[tuple[int, Callable[[Lane], T]]], count: int) -> list
         finally:
             free.put(lane)
 
-    with ThreadPoolExecutor(count) as pool:
+    with ThreadPoolExecutor(count * sharing) as pool:
         found = list(pool.map(on_one, [task for gpus, task in tasks if gpus == 1]))
     return found + [task(Lane(range(gpus), count)) for gpus, task in tasks if gpus > 1]
 
@@ -219,7 +223,7 @@ def run_tests(out: Path, count: int) -> dict[str, str]:
         return name, (printed.strip().splitlines() or ["no output"])[-1]
 
     fitting = [(gpus, partial(group, number, name)) for number, (name, gpus) in enumerate(TESTS) if gpus <= count]
-    return dict(spread(fitting, count))
+    return dict(spread(fitting, count, _TESTS_A_GPU))
 
 
 def machine() -> dict[str, Any]:
@@ -291,8 +295,8 @@ def main() -> None:
     count = len(report["machine"]["gpus"])
     if chosen.tests:
         report["tests"] = run_tests(out, count)
-    cases = chosen.cases or [case for case in CASES if gpus_of(case) <= count]
-    run_cases(report, cases, How(chosen.set, chosen.beside), out)
+    usual = [case for case in CASES if gpus_of(case) <= count and not case.startswith(tuple(_IN_TURNS))]
+    run_cases(report, chosen.cases or usual, How(chosen.set, chosen.beside), out)
     print(table(report))
 
 
