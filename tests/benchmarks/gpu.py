@@ -87,10 +87,11 @@ _RELATED = {
     "over_one_replica": {"0.6b-x2": "0.6b", "8b-x2": "8b"},
     "over_bfloat16": {"0.6b-fp8": "0.6b"},
 }
-_GROUPS, _TWO = ("float32 or eager", "graphs or layer_0", "bits or smollm2"), "ranks"
-# What `pytest -k` is given, and how many GPUs they need; whatever is named in none of the others is in the fourth.
-TESTS = (*((name, 1) for name in _GROUPS), (f"not ({' or '.join([*_GROUPS, _TWO])})", 1), (_TWO, 2))
-_TESTS_A_GPU = 4  # they take little of it, and wait for engines to start most of the time
+_GROUPS, _TWO = ("float32 or eager", "graphs or layer_0", "bits and auto", "bits and fp8", "smollm2"), "ranks"
+_REST = " and ".join(f"not ({name})" for name in (*_GROUPS, _TWO))
+# What `pytest -k` is given, and how many GPUs they need.
+TESTS = (*((name, 1) for name in (*_GROUPS, _REST)), (_TWO, 2))
+_TESTS_A_GPU = 6  # they take little of it, and wait for engines to start most of the time
 MIXED = ["--lengths", "512:3584"]
 TP2 = "engine.tensor_parallel_size=2"
 # What a step takes when there is enough to do: so all its kernels but attention's are one launch a layer.
@@ -106,9 +107,9 @@ CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "turns-0.6b-tp2": ("qwen3-0.6b", [TP2, *GRAPHS], ["--samples", "6000"]),
     "turns-8b-tp2": ("qwen3-8b", [TP2], ["--samples", "1450"]),
     "floor-8b-tp2": ("qwen3-8b", [TP2], ["--samples", "700"]),
-    "0.6b": ("qwen3-0.6b", [], ["--samples", "3000", *MIXED]),
+    "0.6b": ("qwen3-0.6b", [], ["--samples", "2500", *MIXED]),
     "8b": ("qwen3-8b", [], ["--samples", "600", *MIXED]),
-    "0.6b-fp8": ("qwen3-0.6b", [FP8], ["--samples", "3000", *MIXED]),
+    "0.6b-fp8": ("qwen3-0.6b", [FP8], ["--samples", "2500", *MIXED]),
     "short": ("qwen3-0.6b", [], ["--samples", "20000", "--lengths", "32"]),
     "long": ("qwen3-0.6b", ["engine.max_model_len=100352"], ["--samples", "10", "--lengths", "100000"]),
     # Layer 0 needs torch.compile on a GPU.
