@@ -3,9 +3,9 @@
     python tests/benchmarks/gpu.py OUT [CASE...] [--tests] [--beside] [--set KEY=VALUE]
     python tests/benchmarks/gpu.py --table OUT/report.json
 
-Cases are the keys of CASES; without any, those through Ray that fit the GPUs there are: with ``--tests`` that takes
-one H200 less than ten minutes. Those of one GPU run side by side, each on a GPU and on its share of the cores, before
-those of more. ``--tests`` runs tests/test_gpu.py first, in groups of which several share a GPU.
+Cases are the keys of CASES; without any, those through Ray that fit the GPUs there are: with ``--tests`` about ten
+minutes of one H200, most of them engine starts. Those of one GPU run side by side, each on a GPU and on its share of
+the cores, before those of more. ``--tests`` runs tests/test_gpu.py first, in groups of which several share a GPU.
 A case is `rayhs bench`, through Ray: ours once, or with ``--beside`` three times, then plain vLLM and its example
 connector, three rounds each. Those named ``turns-`` are gpu_turns.py: the three in turns, three rounds; those named
 ``floor-`` have what lies between plain prefill and ours instead of the example connector.
