@@ -83,8 +83,10 @@ SHAPES["wide"] = {
     "num_attention_heads": 64,
     "num_hidden_layers": 12,
 }
+# Llama 3.3's, with Qwen3's normalisation of queries and keys and its vocabulary.
+SHAPES["70b"] = {**SHAPES["wide"], "num_hidden_layers": 80}
 _RELATED = {
-    "over_one_replica": {"0.6b-x2": "0.6b", "8b-x2": "8b"},
+    "over_one_replica": {"0.6b-x2": "0.6b", "8b-x2": "8b", "8b-x4": "8b", "8b-x8": "8b"},
     "over_bfloat16": {"0.6b-fp8": "0.6b"},
 }
 _GROUPS, _TWO = ("float32 or eager", "graphs or layer_0", "bits and auto", "bits and fp8", "smollm2"), "ranks"
@@ -116,6 +118,8 @@ CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "all-layers": ("qwen3-0.6b", [f"layers={list(range(1, 29))}"], ["--samples", "600", *MIXED]),
     "0.6b-x2": ("qwen3-0.6b", ["cluster.replicas=2"], ["--samples", "4000", *MIXED]),
     "8b-x2": ("qwen3-8b", ["cluster.replicas=2"], ["--samples", "1200", *MIXED]),
+    "8b-x4": ("qwen3-8b", ["cluster.replicas=4"], ["--samples", "2400", *MIXED]),
+    "8b-x8": ("qwen3-8b", ["cluster.replicas=8"], ["--samples", "4800", *MIXED]),
     "0.6b-tp2": ("qwen3-0.6b", [TP2, *GRAPHS], ["--samples", "4000", *MIXED]),
     "8b-tp2": ("qwen3-8b", [TP2], ["--samples", "1200", *MIXED]),
     "wide-tp2": ("wide", [TP2], ["--samples", "400", *MIXED]),
@@ -124,18 +128,21 @@ _IN_TURNS = {"turns-": ("rayhs", "plain", "stock"), "floor-": ("rayhs", "plain",
 
 
 def run_file(folder: Path, shape: str) -> Path:
-    model = folder / shape
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps({**QWEN3, **SHAPES[shape]}))
+    """Of a key of SHAPES, or of the fake engine's model."""
+    model = shape
+    if shape in SHAPES:
+        (folder / shape).mkdir(exist_ok=True)
+        (folder / shape / "config.json").write_text(json.dumps({**QWEN3, **SHAPES[shape]}))
+        model = str(folder / shape)
     settings = {
-        "model": str(model),
+        "model": model,
         "prompts": {"rows": [{"ids": [1]}], "token_ids": "ids"},
         "layers": ["eagle3", "last"],
         "output": "/dev/shm/rayhs-bench",
         "engine": {"max_model_len": 4096, "vllm": {"load_format": "dummy", "enforce_eager": True}},
         "cluster": {"address": "local"},
     }
-    path = folder / f"{shape}.yaml"
+    path = folder / f"{Path(shape).name}.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
 
@@ -147,14 +154,20 @@ class Lane:
     gpus: range
     of: int
 
+    def prefix(self) -> list[str]:
+        """What comes before a command; nothing where there are fewer cores than lanes."""
+        each = (os.cpu_count() or 1) // self.of
+        return ["taskset", "-c", f"{self.gpus.start * each}-{self.gpus.stop * each - 1}"] if each else []
+
+    def environment(self) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
+
     def run(self, command: Sequence[str], log: Path) -> tuple[int, str]:
         """Exit code and output; what else the command says is in ``log``."""
-        each = (os.cpu_count() or 1) // self.of
-        cores = f"{self.gpus.start * each}-{self.gpus.stop * each - 1}"
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
         with log.open("w") as file:
             done = subprocess.run(
-                ["taskset", "-c", cores, *command], env=environment, stdout=subprocess.PIPE, stderr=file, text=True
+                [*self.prefix(), *command],
+                env=os.environ | self.environment(), stdout=subprocess.PIPE, stderr=file, text=True,
             )  # fmt: skip
         return done.returncode, done.stdout
 
@@ -249,8 +262,8 @@ def versions() -> dict[str, str]:
 
 
 def gpus_of(case: str) -> int:
-    changes = CASES[case][1]
-    return 2 if TP2 in changes or "cluster.replicas=2" in changes else 1
+    changes = dict(change.split("=", 1) for change in CASES[case][1])
+    return int(changes.get("engine.tensor_parallel_size", 1)) * int(changes.get("cluster.replicas", 1))
 
 
 def table(report: dict[str, Any]) -> str:
@@ -292,7 +305,7 @@ def main() -> None:
     out: Path = chosen.out
     out.mkdir(parents=True, exist_ok=True)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    report = begun(out)
+    report = begun(out / "report.json")
     count = len(report["machine"]["gpus"])
     if chosen.tests:
         report["tests"] = run_tests(out, count)
@@ -301,10 +314,9 @@ def main() -> None:
     print(table(report))
 
 
-def begun(out: Path) -> dict[str, Any]:
+def begun(path: Path) -> dict[str, Any]:
     """A report without cases, or that of an earlier call on such a machine."""
     report = {"machine": machine(), "versions": versions(), "tests": None, "cases": {}}
-    path = out / "report.json"
     if path.exists():
         before = json.loads(path.read_text())
         if (before["machine"]["gpus"], before["versions"]) != (report["machine"]["gpus"], report["versions"]):

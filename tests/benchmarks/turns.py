@@ -1,4 +1,4 @@
-"""The kinds of engines that take turns in gpu_turns.py."""
+"""The kinds of engines that take turns in gpu_turns.py and gpu_scaling.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from unittest import mock
 import uvloop
 
 import rayhs.engine
+import rayhs.replica
+from rayhs.config import RunConfig
 from rayhs.engine import kv_transfer_config, plain_arguments, speculative_config
+from rayhs.fake import FakeEngine
 from rayhs.job import Job
 from rayhs.layout import ShardId
-from rayhs.model import engine_dtype
+from rayhs.model import ModelInfo, engine_dtype
 from rayhs.parts import StagedParts
 from rayhs.peers import Peer, PeerJob
 from rayhs.replica import Replica
@@ -26,6 +29,7 @@ from tests.benchmarks.gpu_stages import extracted, forget_states
 from tests.benchmarks.noted import FILE
 
 KINDS = ("rayhs", "plain", "v1", "cached", "stock", "connector")
+PACE = "RAYHS_PACE"  # environment variable: tokens/s of the kind ``paced``
 _STAGING = 8 * 2**30
 _TIMED = {"kv_connector": "TimesSteps", "kv_connector_module_path": "tests.benchmarks.times_steps"}
 _CACHED = {"kv_connector": "CarriesNothing", "kv_connector_module_path": "tests.benchmarks.carries_nothing"}
@@ -37,8 +41,8 @@ class Turns(Protocol):
     def start(self, prompts: Prompts) -> None:
         """Returns once it is warm."""
 
-    def run(self, shards: list[ShardId], prompts: Prompts) -> float:
-        """A round; the seconds between its last state and its end."""
+    def run(self, shards: list[ShardId], prompts: Prompts) -> dict[str, Any]:
+        """A round, and what is to be told of it beside its time."""
 
     def clear(self) -> None:
         """Forget the round."""
@@ -47,7 +51,9 @@ class Turns(Protocol):
 
 
 def engine_of(kind: str, job: Job) -> Turns:
-    if kind == "rayhs":
+    if kind == "paced":
+        rayhs.replica.make_engine = Paced.of  # type: ignore[assignment]
+    if kind in ("rayhs", "paced"):
         return Ours(job)
     return Others(peer_of(kind, job))
 
@@ -76,9 +82,20 @@ class Ours:
 
         mock.patch.object(self._replica, "_read", noted).start()
 
-    def run(self, shards: list[ShardId], prompts: Prompts) -> float:
+    def run(self, shards: list[ShardId], prompts: Prompts) -> dict[str, Any]:
+        """Tells ``tail``, the seconds between its last state and its end, the largest share of staging in use, and
+        seconds and bytes of each stage (`rayhs.metrics`)."""
+        self._replica.budget.peak = 0
+        self._replica._metrics.waiting("engine idle", False)  # since the last round
+        before = self._replica._all_metrics()
         self._loop.run(extracted(self._replica, self._job.shards_in_flight, shards))
-        return time.time() - self._last
+        tail = time.time() - self._last
+        stages = {
+            stage: [now - then for now, then in zip(total, before.get(stage, (0.0, 0)), strict=True)]
+            for stage, total in self._replica._all_metrics().items()
+        }
+        staging = self._replica.budget.peak / self._replica.budget.limit
+        return {"tail": round(tail, 3), "staging": round(staging, 3), "stages": stages}
 
     def clear(self) -> None:
         forget_states(self._replica)
@@ -87,14 +104,32 @@ class Ours:
         self._loop.run(self._replica.stop())
 
 
+class Paced(FakeEngine):
+    """Prefills one prompt after the other, at as many tokens/s as PACE says, and writes its states with the CPU."""
+
+    @classmethod
+    def of(cls, config: RunConfig, model: ModelInfo, layers: Sequence[int], area: StagedParts, _: bool) -> Paced:
+        return cls(area, layers, model.hidden_size, engine_dtype(config, model))
+
+    async def start(self) -> None:
+        await super().start()
+        self._rate, self._free = float(os.environ[PACE]), 0.0
+
+    async def extract(self, key: str, token_ids: Sequence[int]) -> None:
+        now = asyncio.get_running_loop().time()
+        self._free = max(self._free, now) + len(token_ids) / self._rate
+        await asyncio.sleep(self._free - now)
+        await super().extract(key, token_ids)
+
+
 class Others:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self.start, self.clear, self.stop = peer.start, peer.clear, peer.stop
 
-    def run(self, shards: list[ShardId], prompts: Prompts) -> float:
+    def run(self, shards: list[ShardId], prompts: Prompts) -> dict[str, Any]:
         self._peer.run(prompts)
-        return 0.0
+        return {}
 
 
 def peer_of(kind: str, job: Job) -> Peer:
