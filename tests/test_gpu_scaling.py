@@ -29,7 +29,7 @@ def test_replicas_take_turns_and_say_what_they_waited_for(monkeypatch: pytest.Mo
     found = measure(case, gpus=0, rounds=2, settings=["shards.target_bytes=2MiB", "staging.max_bytes=16MiB"])
     assert [(t["replicas"], len(t["each"])) for t in found["turns"]] == [(2, 2), (1, 1)] * 2
     assert all(0 < rate < 2100 for t in found["turns"] for rate in t["each"])  # the pace is a limit
-    assert all(0 < t["staging"] <= 1 and t["waits"] == _NO_WAIT for t in found["turns"])
+    assert all(0 < t["staging"] <= 1 and set(t["waits"]) == set(_NO_WAIT) for t in found["turns"])
     assert list(found["efficiency"]["paced"]) == [1, 2]
     assert table(json.loads(json.dumps({"cases": {"paced": found}}))).count("| paced |") == 2
 
