@@ -112,6 +112,7 @@ class FakeModel:
     """The fake engine: the states must be its own, bit for bit."""
 
     kinds = ("actor", "raylet", "driver", "term")
+    token_bytes = len(LAYERS) * HIDDEN * 4
     settings: ClassVar[dict[str, Any]] = {"model": f"fake/8x{HIDDEN}", "layers": list(LAYERS)}
     replicas = 2
 
@@ -124,6 +125,7 @@ class RealModel:
     """vLLM with a tiny seeded model: the states must be transformers', within 1e-5."""
 
     kinds = ("engine", "actor", "raylet", "driver", "term")
+    token_bytes = 3 * 64 * 4
     replicas = 1
 
     def __init__(self, folder: Path) -> None:
@@ -185,13 +187,16 @@ class Seed:
         (self._folder / "staging").mkdir(parents=True)
         rows = "".join(json.dumps({"ids": ids, "id": f"row-{i}"}) + "\n" for i, ids in enumerate(self._prompts))
         (self._folder / "prompts.jsonl").write_text(rows)
+        shards = self._shards()
+        self._expected = sum(map(len, self._prompts)) * self._model.token_bytes // shards["target_bytes"]
         settings = {
             **self._model.settings,
             "prompts": {"path": str(self._folder / "prompts.jsonl"), "token_ids": "ids", "id": "id"},
             "output": self.uri,
-            "shards": self._shards(),
+            "shards": shards,
             "cluster": {"address": self._cluster.address, "replicas": self._model.replicas},
-            "staging": {"path": str(self._folder / "staging")},
+            # Few shards in flight: a replica told to stop finishes those, and nothing would be left to kill.
+            "staging": {"path": str(self._folder / "staging"), "max_bytes": 3 * shards["target_bytes"]},
             "storage": {"endpoint": endpoint},
         }
         path = self._folder / "run.yaml"
@@ -202,7 +207,7 @@ class Seed:
         if isinstance(self._model, RealModel):
             return {"target_bytes": 200_000}
         # The larger ones are multipart uploads.
-        return {"target_bytes": self._random.choice(["1MiB", "3MiB", "9MiB"]), "rows_per_file": 512}
+        return {"target_bytes": self._random.choice([1, 3, 9]) * 2**20, "rows_per_file": 512}
 
     def _run_once(self, run_file: Path) -> bool:
         self.outcome.runs += 1
@@ -219,9 +224,14 @@ class Seed:
         return code == EXIT_OK
 
     def _meddle(self, driver: subprocess.Popen[bytes]) -> None:
-        """Kill what is next each time a few more shards are committed, or time passes without."""
+        """Kill what is next each time a few more shards are committed, or time passes without.
+
+        So few that shards are left for the kills behind it, however fast the run is.
+        """
         while self._kills and driver.poll() is None:
-            wanted = self._commits() + self._random.randint(1, 4)
+            committed = self._commits()
+            share = (self._expected - committed) // (len(self._kills) + 1)
+            wanted = committed + self._random.randint(1, min(4, max(1, share)))
             deadline = time.monotonic() + self._random.uniform(8, 20)
             while self._commits() < wanted and time.monotonic() < deadline and driver.poll() is None:
                 time.sleep(0.2)

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.s3, pytest.mark.ray, pytest.mark.slow]
 
 @pytest.mark.skipif(bool(why_no_ceph()), reason=why_no_ceph())
 def test_nothing_is_lost_or_doubled_whatever_is_killed(tmp_path: Path) -> None:
-    options = ["--seeds", "1", "--first", "7", "--samples", "400", "--kills", "4", "--folder", str(tmp_path)]
+    options = ["--seeds", "1", "--first", "7", "--samples", "1000", "--kills", "4", "--folder", str(tmp_path)]
     command = [sys.executable, "-m", "tests.chaos", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
