@@ -196,7 +196,7 @@ class Seed:
             "shards": shards,
             "cluster": {"address": self._cluster.address, "replicas": self._model.replicas},
             # Few shards in flight: a replica told to stop finishes those, and nothing would be left to kill.
-            "staging": {"path": str(self._folder / "staging"), "max_bytes": 3 * shards["target_bytes"]},
+            "staging": {"path": str(self._folder / "staging"), "max_bytes": max(3 * shards["target_bytes"], 4 * 2**20)},
             "storage": {"endpoint": endpoint},
         }
         path = self._folder / "run.yaml"
