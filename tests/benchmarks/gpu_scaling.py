@@ -5,8 +5,8 @@
 
 Cases are the keys of CASES. As many replicas as fit the GPUs are warmed up, three engines a GPU, each replica on as
 large a part of the cores as of the GPUs. Then 1, 2, 4, 8 of them work at once, one kind of engine after the other;
-another is the first in every round. rayhs is a replica without Ray, its states go into a folder in memory. Starting
-takes about two minutes a case, and a turn 10 to 20 s: one or two cases fit ten minutes.
+another is the first in every round. rayhs is a replica without Ray, its states go into a folder in memory. What was
+found is kept case by case, so that a call with a limit may take one case. How long one takes on GPUs is not known yet.
 
 ``paced`` needs no GPU: replicas of the fake engine, which prefill at the rate that Qwen3-8B had on an H200 and write
 states of its size with the CPU: what a host's memory and cores are up to behind that many GPUs. RAYHS_PACE in the
