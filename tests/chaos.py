@@ -226,7 +226,7 @@ class Seed:
     def _meddle(self, driver: subprocess.Popen[bytes]) -> None:
         """Kill what is next each time a few more shards are committed, or time passes without.
 
-        So few that shards are left for the kills behind it, however fast the run is.
+        The shards that are left are shared between the kills that are left, as a fast run would be over before them.
         """
         while self._kills and driver.poll() is None:
             committed = self._commits()
